@@ -1,0 +1,57 @@
+"""Models of real shape with seeded random weights: speed and memory do not depend on the weights."""
+
+from __future__ import annotations
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+_SHAPES = {
+    "qwen2.5-0.5b": dict(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        vocab_size=151936, tie_word_embeddings=True,
+    ),
+    "qwen2.5-7b": dict(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        vocab_size=152064, tie_word_embeddings=False,
+    ),
+    "tiny": dict(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+LONGEST = 4_194_304
+
+
+def lora_model(shape: str, device: torch.device, *, rank: int = 16) -> PeftModel:
+    """bf16 base weights, LoRA in fp32 on all linears, as PEFT makes them."""
+    config = Qwen2Config(**_SHAPES[shape], max_position_embeddings=LONGEST, rope_theta=1e6, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            base = Qwen2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    base.config.use_cache = False
+    adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(base, adapter)
+    model.train()
+    return model
+
+
+def use_liger(model: PeftModel, *, fused_loss: bool) -> bool:
+    """Liger's norm, RoPE and SwiGLU where it is installed; with ``fused_loss`` also its linear cross entropy."""
+    try:
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen2
+    except ImportError:
+        return False
+    apply_liger_kernel_to_qwen2(
+        model=model.get_base_model(),
+        rope=True,
+        swiglu=True,
+        rms_norm=True,
+        cross_entropy=False,
+        fused_linear_cross_entropy=fused_loss,
+    )
+    return True

@@ -1,0 +1,78 @@
+"""Benchmarks by name, and what every result row carries: what ran, where, with which versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import psutil
+import torch
+
+BENCHMARKS: dict[str, Callable[..., Iterator[Row]]] = {}
+GIB = 1024**3
+
+
+@dataclass
+class Row:
+    """One measured configuration."""
+
+    benchmark: str
+    side: str
+    """Who was measured, for instance ``oomb`` or ``peer``."""
+    tokens: int
+    seconds: float = float("nan")
+    """Median of the timed steps."""
+    peak_gib: float = float("nan")
+    """Largest device memory that torch held at once."""
+    note: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+
+
+def benchmark(name: str) -> Callable[[Callable[..., Iterator[Row]]], Callable[..., Iterator[Row]]]:
+    """Register a function that yields rows."""
+
+    def register(function: Callable[..., Iterator[Row]]) -> Callable[..., Iterator[Row]]:
+        BENCHMARKS[name] = function
+        return function
+
+    return register
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware: printed above every table."""
+    versions = {}
+    for package in ("torch", "triton", "transformers", "accelerate", "peft", "liger-kernel"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    return {
+        "gpu": f"{gpu.name}, {gpu.total_memory / GIB:.0f} GiB" if gpu else "none",
+        "host_gib": round(psutil.virtual_memory().total / GIB),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def table(rows: list[Row]) -> str:
+    """Rows as a markdown table."""
+    lines = ["| benchmark | side | tokens | s/step | tok/s | peak GiB | note |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        f"| {r.benchmark} | {r.side} | {r.tokens:,} | {r.seconds:.2f} | {r.tokens_per_second:,.0f} "
+        f"| {r.peak_gib:.1f} | {r.note} |"
+        for r in rows
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,103 @@
+"""Whole training step against plain transformers, LoRA under bf16 autocast, batch 1, both sides in one run.
+
+The peer is what users run today: transformers with Liger (norm, RoPE, SwiGLU, fused loss) and gradient
+checkpointing, optionally with the checkpoints offloaded to host memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import oomb_accel
+import torch
+from benchmarks.models import lora_model, use_liger
+from benchmarks.registry import GIB, Row, benchmark
+from oomb_accel import OombConfig
+from peft import PeftModel
+from torch import Tensor
+
+SIDES: dict[str, dict[str, Any]] = {
+    "oomb": dict(keep_outputs="auto"),
+    "oomb-no-kept": dict(keep_outputs=False),
+    "oomb-bf16-grads": dict(keep_outputs="auto", page_grad_dtype="bfloat16"),
+    "oomb-bf16-grads-no-kept": dict(keep_outputs=False, page_grad_dtype="bfloat16"),
+    "peer": {},
+    "peer-offload": {},
+}
+
+
+@benchmark("whole_step")
+def whole_step(
+    *, shape: str, lengths: list[int], sides: list[str], chunk_tokens: int, timed: int, device: torch.device
+) -> Iterator[Row]:
+    """One row per length and side."""
+    model = lora_model(shape, device)
+    liger = device.type == "cuda" and use_liger(model, fused_loss=True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    vocab = model.get_base_model().config.vocab_size
+    for tokens in lengths:
+        ids = torch.randint(0, vocab, (1, tokens), device=device, generator=torch.Generator(device).manual_seed(tokens))
+        for side in sides:
+            row = Row("whole_step", side, tokens, note="" if liger else "without liger")
+            row.details = {"shape": shape, "chunk_tokens": chunk_tokens, "timed_steps": timed}
+            undo = _switch_on(model, side, chunk_tokens)
+            try:
+                _measure(model, optimizer, ids, row, chunk_tokens, timed)
+            except torch.OutOfMemoryError:
+                row.note = "out of memory"
+            finally:
+                undo()
+                optimizer.zero_grad(set_to_none=True)
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+            yield row
+
+
+def _switch_on(model: PeftModel, side: str, chunk_tokens: int) -> Callable[[], None]:
+    if side.startswith("oomb"):
+        config = OombConfig(chunk_tokens=chunk_tokens, progress=False, **SIDES[side])
+        oomb_accel.enable(model, config)
+        return lambda: oomb_accel.disable(model)
+    options = {"use_reentrant": False} | ({"offload": True} if side == "peer-offload" else {})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    model.enable_input_require_grads()
+
+    def undo() -> None:
+        model.gradient_checkpointing_disable()
+        model.get_base_model().disable_input_require_grads()
+
+    return undo
+
+
+def _measure(
+    model: PeftModel, optimizer: torch.optim.Optimizer, ids: Tensor, row: Row, chunk_tokens: int, timed: int
+) -> None:
+    on_gpu = ids.device.type == "cuda"
+    _step(model, optimizer, ids[:, : min(2 * chunk_tokens, ids.shape[1])])  # warm-up: compiles, plans
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    seconds = []
+    for _ in range(timed):
+        start = time.perf_counter()
+        row.details["loss"] = _step(model, optimizer, ids)
+        seconds.append(time.perf_counter() - start)
+    row.seconds = statistics.median(seconds)
+    row.details["all_seconds"] = seconds
+    if on_gpu:
+        row.peak_gib = torch.cuda.max_memory_allocated() / GIB
+
+
+def _step(model: PeftModel, optimizer: torch.optim.Optimizer, ids: Tensor) -> float:
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(loss)  # waits for the device

@@ -1,0 +1,32 @@
+"""Attention, page and loss operations on plain tensors: library kernels and Triton on CUDA, plain torch
+elsewhere.
+
+Nothing here knows models, layers or chunks, and no function records an autograd graph: callers own the
+gradients.
+"""
+
+from oomb_kernels.attention_call import AttentionCall
+from oomb_kernels.dense_attention import (
+    available_backends,
+    choose_backend,
+    dense_attention_backward,
+    dense_attention_forward,
+)
+from oomb_kernels.lse_merge import merge_attention_
+from oomb_kernels.page_accumulate import accumulate_pages
+from oomb_kernels.page_store import load_pages, store_pages
+from oomb_kernels.token_loss import token_log_probs, token_log_probs_backward_
+
+__all__ = [
+    "AttentionCall",
+    "accumulate_pages",
+    "available_backends",
+    "choose_backend",
+    "dense_attention_backward",
+    "dense_attention_forward",
+    "load_pages",
+    "merge_attention_",
+    "store_pages",
+    "token_log_probs",
+    "token_log_probs_backward_",
+]

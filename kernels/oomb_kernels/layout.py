@@ -1,0 +1,32 @@
+"""Memory layouts of attention tensors. Suffixes as in `attention_call`."""
+
+import torch
+from torch import Tensor
+
+_VECTOR_BYTES = 16  # library kernels load rows in words of this size
+
+
+def token_major(x_HTD: Tensor) -> Tensor:
+    """`x_HTD` with memory ordered [T, H, D], as the projections around attention read and write it; copies
+    only if needed."""
+    x_THD = x_HTD.transpose(0, 1)
+    return x_HTD if x_THD.is_contiguous() else x_THD.contiguous().transpose(0, 1)
+
+
+def with_batch(x_HTD: Tensor) -> Tensor:
+    """[1, H, T, D] with the outermost stride on the batch, whichever of H and T that is; no copy."""
+    if x_HTD.stride(0) >= x_HTD.stride(1):
+        return x_HTD.unsqueeze(0)
+    return x_HTD.transpose(0, 1).unsqueeze(0).transpose(1, 2)
+
+
+def vector_aligned(x_HTD: Tensor) -> Tensor:
+    """`x_HTD` itself when every row starts on a 16-byte border and is contiguous, else a token-major copy."""
+    words = _VECTOR_BYTES // x_HTD.element_size()
+    rows_aligned = all(
+        stride % words == 0 or size <= 1
+        for size, stride in zip(x_HTD.shape[:2], x_HTD.stride()[:2], strict=True)
+    )
+    if x_HTD.stride(-1) == 1 and rows_aligned and x_HTD.data_ptr() % _VECTOR_BYTES == 0:
+        return x_HTD
+    return x_HTD.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)

@@ -1,0 +1,81 @@
+"""The command line: ``oomb <command> ...``. Each command is a module with ``main(arguments) -> exit code``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from oomb_accel.config import unknown_key_message
+
+COMMANDS = {
+    "train": "fine-tune a model as a recipe says",
+    "verify": "check chunk recurrence against full attention on your own model",
+    "env": "versions, devices and limits: what a bug report needs",
+}
+"""Name of each command, which is also the module in this package, and what it does."""
+
+OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: those behind the program's name; ``sys.argv`` when None.
+
+    Returns: the exit code: 0 done, 1 failed, 2 wrongly called, 130 interrupted.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage())
+        return OK if words else MISUSED
+    if words[0] not in COMMANDS:
+        print(f"oomb: {unknown_key_message(words[0], list(COMMANDS), 'the command line')}", file=sys.stderr)
+        return MISUSED
+    command = importlib.import_module(f"oomb_accel.cli.{words[0]}")
+    return run_guarded(lambda: int(command.main(words[1:])), f"oomb {words[0]}")
+
+
+def run_guarded(command: Callable[[], int], name: str) -> int:
+    """Run ``command`` and turn its errors into messages and exit codes.
+
+    An error that this package raised on purpose is for the user: its message is printed alone. Anything else is a
+    defect, here or elsewhere, and keeps its traceback.
+    """
+    try:
+        return command()
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if _is_out_of_memory(error):
+            print(f"{name}: {_OUT_OF_MEMORY.format(error=error)}", file=sys.stderr)
+        elif isinstance(error, (ValueError, RuntimeError)) and _raised_here(error):
+            print(f"{name}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return FAILED
+
+
+_OUT_OF_MEMORY = """The GPU ran out of memory.
+  {error}
+  Set a smaller oomb.chunk_tokens, oomb.keep_outputs: false, or oomb.page_grad_dtype: bfloat16."""
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+def _raised_here(error: Exception) -> bool:
+    """Whether the innermost frame belongs to this package."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] == "oomb_accel"
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "usage: oomb COMMAND ...\n\ncommands:\n" + "\n".join(lines) + "\n\noomb COMMAND --help says more."

@@ -1,0 +1,161 @@
+"""The settings of oomb_accel: one dataclass, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Auto = Literal["auto"]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class OombConfig:
+    """How a model is trained on long documents.
+
+    Everything has a default that is good on one large GPU. The same names are used in Python, in recipes
+    and in the ``"oomb"`` block of a DeepSpeed JSON.
+
+    Raises:
+        ValueError: a value of the wrong type, out of range, or in contradiction to another one.
+    """
+
+    enabled: bool = True
+    """False leaves the model as it is; ``enable`` then does nothing and says so."""
+
+    chunk_tokens: int = 8192
+    """Tokens per chunk: the unit of activation memory. Smaller saves memory, larger runs faster."""
+
+    page_tokens: int = 128
+    """Tokens per KV page. A chunk ends on a page border, so it must be at least one page long."""
+
+    attention: Literal["dense"] = "dense"
+    """``"dense"`` is exact full attention."""
+
+    backend: Literal["auto", "cudnn", "flash", "torch"] = "auto"
+    """Kernel library for attention. ``"auto"`` takes the fastest one that supports the layer."""
+
+    span_tokens: int = 32768
+    """Earlier tokens per call of the attention kernel; rounded down to whole pages."""
+
+    page_grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Storage of page gradients. Sums are always made in fp32; bfloat16 is rounded stochastically."""
+
+    keep_outputs: bool | Auto = "auto"
+    """Keep attention outputs and LSE of the forward sweep, so that the recompute skips attention.
+
+    Costs ``2 * heads * head_dim + 4 * heads`` bytes per token and layer in bf16. ``"auto"`` keeps those of
+    the latest chunks, as many as the free device memory allows.
+    """
+
+    keep_last_graph: bool = True
+    """Run the last chunk once, with its graph, instead of twice. Its activations then live between forward
+    and backward; set False when several forward calls come before one backward."""
+
+    deterministic: bool = False
+    """Deterministic kernels throughout: the same step twice is bit-equal. Slower on GPUs with cuDNN."""
+
+    beyond_trained_length: Literal["error", "allow"] = "error"
+    """What to do with a document longer than the range that the model's RoPE was trained or scaled for."""
+
+    progress: bool | Auto = "auto"
+    """A progress line within each step; ``"auto"`` shows it when stderr is a terminal."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name), _TYPES[field.name])
+        for name in ("chunk_tokens", "page_tokens", "span_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be positive.\n  Got {name}={getattr(self, name)}.\n"
+                    f"  Set {name}={_default(name)} (the default)."
+                )
+        if self.chunk_tokens < self.page_tokens:
+            raise ValueError(
+                "A chunk must hold at least one page.\n"
+                f"  Got chunk_tokens={self.chunk_tokens} with page_tokens={self.page_tokens}.\n"
+                f"  Set chunk_tokens={self.page_tokens} or more, or page_tokens={self.chunk_tokens} or less."
+            )
+        if self.span_tokens < self.page_tokens:
+            raise ValueError(
+                "A span must hold at least one page.\n"
+                f"  Got span_tokens={self.span_tokens} with page_tokens={self.page_tokens}.\n"
+                f"  Set span_tokens={max(self.page_tokens, _default('span_tokens'))}."
+            )
+        if self.deterministic and self.backend == "cudnn":
+            raise ValueError(
+                "backend='cudnn' has no deterministic backward.\n"
+                "  Got backend='cudnn' with deterministic=True.\n"
+                "  Set backend='auto' (takes flash on the GPU) or deterministic=False."
+            )
+
+    @classmethod
+    def from_dict(cls, block: Mapping[str, Any], *, place: str = "the oomb block") -> OombConfig:
+        """Make a config from a mapping, as in JSON or yaml.
+
+        Args:
+            block: setting names and values.
+            place: where the mapping came from, for messages.
+
+        Raises:
+            ValueError: an unknown key (the nearest valid one is named) or a value that does not fit.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in block:
+            if key not in known:
+                raise ValueError(unknown_key_message(str(key), known, place))
+        try:
+            return cls(**block)
+        except ValueError as error:
+            raise ValueError(f"In {place}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings as plain values, for JSON or yaml."""
+        return dataclasses.asdict(self)
+
+
+def unknown_key_message(key: str, known: list[str], place: str) -> str:
+    """The text of the error for a misspelt key: what, where, and the nearest valid one."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    remedy = f"Did you mean {near[0]!r}?" if near else f"Valid keys: {', '.join(sorted(known))}."
+    return f"Unknown key {key!r} in {place}.\n  {remedy}"
+
+
+def _default(name: str) -> int:
+    value = OombConfig.__dataclass_fields__[name].default
+    assert isinstance(value, int)
+    return value
+
+
+def _check_type(name: str, value: object, expected: Any) -> None:
+    options = typing.get_args(expected) if _is_union(expected) else (expected,)
+    if any(_fits(value, option) for option in options):
+        return
+    wanted = " or ".join(_spell(option) for option in options)
+    raise ValueError(
+        f"{name} has a value that is not allowed.\n  Got {name}={value!r} ({type(value).__name__}).\n"
+        f"  Allowed: {wanted}."
+    )
+
+
+def _is_union(expected: Any) -> bool:
+    return typing.get_origin(expected) in (typing.Union, types.UnionType)
+
+
+def _fits(value: object, option: Any) -> bool:
+    if typing.get_origin(option) is Literal:
+        return isinstance(value, str) and value in typing.get_args(option)
+    return type(value) is option
+
+
+def _spell(option: Any) -> str:
+    if typing.get_origin(option) is Literal:
+        return " or ".join(repr(choice) for choice in typing.get_args(option))
+    return {bool: "True or False", int: "a whole number"}[option]
+
+
+_TYPES: dict[str, Any] = typing.get_type_hints(OombConfig)

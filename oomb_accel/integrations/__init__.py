@@ -1,0 +1,1 @@
+"""Where oomb_accel meets other libraries: transformers first of all."""

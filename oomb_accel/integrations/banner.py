@@ -1,0 +1,87 @@
+"""A few lines that say what is switched on."""
+
+from __future__ import annotations
+
+import torch
+from oomb_kernels import AttentionCall, choose_backend
+from torch import nn
+
+from oomb_accel.integrations.attachment import Attachment, attachment_of
+from oomb_accel.integrations.rope import describe_rope
+
+
+def banner(model: nn.Module) -> str:
+    """What is active for a model that is switched on: chunks, pages, attention backends, RoPE, parameters.
+
+    Tells of the device that the model is on now and of the autocast mode that is set now.
+
+    Raises:
+        ValueError: the model is not switched on, or a forced backend cannot do its attention.
+    """
+    return describe(attachment_of(model))
+
+
+def describe(state: Attachment) -> str:
+    """The banner of an attachment."""
+    config, facts = state.config, state.facts
+    trainable = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in state.model.parameters())
+    windows = [window for window in facts.windows if window is not None]
+    lines = [
+        f"oomb_accel on {type(state.base).__name__} ({facts.model_type}), {facts.num_layers} layers, "
+        f"{trainable:,} of {total:,} parameters trainable",
+        f"  chunks     {config.chunk_tokens:,} tokens, pages {config.page_tokens}, spans {config.span_tokens:,}; "
+        f"page gradients {config.page_grad_dtype}; attention outputs kept: {config.keep_outputs}",
+        f"  attention  {config.attention}: {_backends(state)}",
+        f"  RoPE       {describe_rope(state.base.config.get_text_config())}",
+    ]
+    if windows:
+        lines.append(f"  windows    {len(windows)} layers attend to {windows[0]:,} tokens, the rest to everything")
+    return "\n".join(lines)
+
+
+def _backends(state: Attachment) -> str:
+    """Which library does which part, by asking the question that the attention layers ask."""
+    chunk, span = state.config.chunk_tokens, state.config.span_tokens
+    window = next((w for w in state.facts.windows if w is not None), None)
+    parts = []
+    if any(w is None for w in state.facts.windows):
+        parts.append("own chunk " + _backend(state, chunk, chunk, causal=True))
+        parts.append("earlier spans " + _backend(state, chunk, span))
+    if window is not None:
+        parts.append("windows " + _backend(state, chunk, chunk + window, causal=True, window=window))
+    try:
+        halves = (chunk // 2, chunk - chunk // 2)
+        packed = _backend(state, chunk, chunk, causal=True, window=window, segments=halves)
+    except ValueError:
+        packed = f"not by {state.config.backend}"
+    return ", ".join([*parts, "packed documents " + packed])
+
+
+def _backend(
+    state: Attachment,
+    num_q: int,
+    num_k: int,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    segments: tuple[int, ...] | None = None,
+) -> str:
+    device = next(state.model.parameters()).device
+    autocast = torch.is_autocast_enabled(device.type)
+    return choose_backend(
+        state.config.backend,
+        device=device,
+        dtype=torch.get_autocast_dtype(device.type) if autocast else state.base.dtype,
+        head_dim=state.facts.head_dim,
+        call=AttentionCall(
+            scale=1.0,
+            causal=causal,
+            window=window,
+            softcap=getattr(state.base.config.get_text_config(), "attn_logit_softcapping", None),
+            segments=segments,
+            deterministic=state.config.deterministic,
+        ),
+        num_q=num_q,
+        num_k=num_k,
+    )

@@ -1,0 +1,40 @@
+"""What a model that is switched on returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+
+class LogitsNotKept(AttributeError):
+    """Full logits were asked for; they are never made."""
+
+
+@dataclass
+class OombOutput(ModelOutput):  # type: ignore[misc]
+    """Loss and log-probabilities of one micro-batch.
+
+    Attributes:
+        loss: 0-d fp32; differentiable once when gradients are enabled.
+        log_probs: fp32 ``[B, L]``: at each position the log-probability of the next token where that is a
+            target, 0 elsewhere; differentiable like the loss.
+    """
+
+    loss: Tensor | None = None
+    log_probs: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """Not kept.
+
+        Raises:
+            LogitsNotKept: always.
+        """
+        raise LogitsNotKept(
+            "Full logits are not kept: at this length they would not fit in memory.\n"
+            "  Use outputs.loss or outputs.log_probs (log-probability of each target).\n"
+            "  For logits of a short text call the model without labels under torch.no_grad(), or "
+            "oomb_accel.disable(model)."
+        )

@@ -1,0 +1,214 @@
+"""One chunked step: batch to stream, recurrence, loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from oomb_accel.attention import ChunkPass
+from oomb_accel.integrations import attention_interface
+from oomb_accel.integrations.attachment import Attachment
+from oomb_accel.integrations.outputs import OombOutput
+from oomb_accel.integrations.rope import check_length
+from oomb_accel.integrations.stream import Stream, build_stream
+from oomb_accel.integrations.support import check_checkpointing
+from oomb_accel.keep import chunks_to_keep, free_bytes
+from oomb_accel.loss import target_log_probs
+from oomb_accel.pages import PagedKVCache
+from oomb_accel.recurrence import run_recurrence
+
+_FULL_OUTPUTS = ("output_attentions", "output_hidden_states", "past_key_values")
+_BATCH_KEYS = frozenset(
+    "input_ids inputs_embeds attention_mask position_ids labels shift_labels cu_seq_lens_q cu_seq_lens_k "
+    "max_length_q max_length_k seq_idx num_items_in_batch num_targets use_cache return_dict cache_position".split()
+)
+
+
+def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | tuple[Tensor, ...]:
+    """The chunked step: batch to stream, recurrence, loss."""
+    _check_request(batch)
+    if state.model.training:
+        check_checkpointing(state.base)
+    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    device = tokens.device
+    stream = build_stream(
+        batch, chunk_tokens=state.config.chunk_tokens, page_tokens=state.config.page_tokens, device=device
+    )
+    if state.config.beyond_trained_length == "error":
+        check_length(state.base.config.get_text_config(), stream.document_tokens)
+    parameters = [p for p in state.model.parameters() if p.requires_grad]
+    if stream.num_targets == 0:
+        log_probs_N = _no_targets(tokens, parameters)
+    else:
+        log_probs_N = _log_probs(state, batch, stream, parameters, device)
+    loss = log_probs_N.neg().sum() / max(_normaliser(batch, stream), 1)
+    shape = tokens.shape[:2]
+    spread = log_probs_N.new_zeros(shape[0] * shape[1])
+    log_probs_BL = spread.scatter(0, stream.target_index_N, log_probs_N).view(shape)
+    output = OombOutput(loss=loss, log_probs=log_probs_BL)
+    return output.to_tuple() if batch.get("return_dict") is False else output
+
+
+def _log_probs(
+    state: Attachment, batch: dict[str, Any], stream: Stream, parameters: list[nn.Parameter], device: torch.device
+) -> Tensor:
+    embeds_1TD = None
+    if batch.get("inputs_embeds") is not None:
+        embeds_1TD = batch["inputs_embeds"].flatten(0, 1).index_select(0, stream.token_index_T)[None]
+    return run_recurrence(
+        _chunk_model(state, batch, stream),
+        stream.schedule,
+        PagedKVCache(state.page_shape(), stream.schedule, device),
+        state.settings(_caller_modes(state.model, device)),
+        parameters=parameters,
+        embeds_1TD=embeds_1TD,
+        kept_chunks=_kept_chunks(state, stream, device),
+        device=device,
+    )
+
+
+def _chunk_model(
+    state: Attachment, batch: dict[str, Any], stream: Stream
+) -> Callable[[ChunkPass, Tensor | None], Tensor]:
+    """The model as the recurrence sees it: the original forward on one chunk, its head on targets only."""
+    ids_1T = None
+    if batch.get("input_ids") is not None:
+        ids_1T = batch["input_ids"].reshape(-1).index_select(0, stream.token_index_T)[None]
+    mask = attention_interface.no_mask(stream.token_index_T.device)
+
+    def run_chunk(run: ChunkPass, embeds_1TD: Tensor | None) -> Tensor:
+        chunk = run.chunk
+        tokens = slice(chunk.start, chunk.end)
+        targets = slice(chunk.first_target, chunk.end_target)
+        inputs = {"input_ids": ids_1T[:, tokens]} if ids_1T is not None else {"inputs_embeds": embeds_1TD}
+        rope_segments = [(s.num_tokens, stream.document_tokens[s.document]) for s in chunk.segments]
+        with state.rope.segments(rope_segments):
+            output = state.forward(
+                **inputs,
+                attention_mask=mask,
+                position_ids=stream.position_ids_1T[:, tokens],
+                use_cache=False,
+                return_dict=True,
+                logits_to_keep=stream.target_rows_N[targets] - chunk.start,
+                **{attention_interface.PASS_KEYWORD: run},
+            )
+        missing = set(range(state.facts.num_layers)) - run.layers_seen
+        if missing:
+            raise RuntimeError(
+                f"Layers {sorted(missing)[:8]} never called attention through AttentionInterface.\n"
+                "  Their tokens would not see earlier chunks. This model cannot be trained in chunks."
+            )
+        return target_log_probs(output.logits[0], stream.targets_N[targets])
+
+    return run_chunk
+
+
+def _caller_modes(model: nn.Module, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """The caller's autocast, captured now and entered around every pass: passes of the backward sweep run in
+    autograd's own thread, where thread-local modes are not set."""
+    enabled = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type)
+
+    @contextmanager
+    def modes() -> Iterator[None]:
+        with ExitStack() as stack:
+            if enabled:
+                # No cache: a weight cast without a graph must not serve a pass that needs one.
+                stack.enter_context(torch.autocast(device.type, dtype, cache_enabled=False))
+                stack.enter_context(_without_adapter_casts(model))
+            yield
+
+    return modes
+
+
+@contextmanager
+def _without_adapter_casts(model: nn.Module) -> Iterator[None]:
+    """PEFT casts the input of each LoRA layer to the adapter's fp32, and autocast casts it back: the same values,
+    three times the memory traffic. Off for plain LoRA; DoRA computes with the cast input, so it keeps it."""
+    layers = [
+        module
+        for module in model.modules()
+        if hasattr(module, "lora_A")
+        and getattr(module, "cast_input_dtype_enabled", True)
+        and not getattr(module, "lora_variant", None)
+    ]
+    for layer in layers:
+        layer.cast_input_dtype_enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.cast_input_dtype_enabled = True  # type: ignore[assignment]
+
+
+def _kept_chunks(state: Attachment, stream: Stream, device: torch.device) -> frozenset[int]:
+    """Chunks whose attention outputs are kept for the backward sweep, by setting and free memory."""
+    config, facts, shape = state.config, state.facts, state.page_shape()
+    chunks = stream.schedule.chunks
+    if config.keep_outputs is False or not torch.is_grad_enabled() or len(chunks) < 2:
+        return frozenset()
+    if config.keep_outputs is True:
+        return frozenset(chunk.index for chunk in chunks[:-1])
+    dtype = _compute_dtype(state.base, device)
+    pages = shape.num_slots(stream.schedule) * (shape.slot_bytes(dtype) + shape.slot_bytes(shape.grad_dtype))
+    activations = max(chunk.num_tokens for chunk in chunks) * state.meter.bytes_per_token
+    per_token = facts.num_layers * facts.num_heads * (facts.head_dim * dtype.itemsize + 4)
+    return chunks_to_keep(stream.schedule, per_token, free_bytes(device) - pages - activations)
+
+
+def _compute_dtype(base: PreTrainedModel, device: torch.device) -> torch.dtype:
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return base.dtype
+
+
+def _normaliser(batch: dict[str, Any], stream: Stream) -> float | Tensor:
+    """Number of targets of the whole step.
+
+    ``num_targets`` is taken as it is. ``num_items_in_batch`` comes from transformers' Trainer, which counts
+    every label but those of the first column; what it overcounts in this batch (first tokens of later documents
+    or of left-padded rows, labels on padding) is taken off.
+    """
+    if batch.get("num_targets") is not None:
+        return batch["num_targets"]  # type: ignore[no-any-return]
+    if batch.get("num_items_in_batch") is not None:
+        return batch["num_items_in_batch"] - stream.overcount  # type: ignore[no-any-return]
+    return stream.num_targets
+
+
+def _no_targets(tokens: Tensor, parameters: list[nn.Parameter]) -> Tensor:
+    """An empty list of log-probabilities that still hangs on every trainable parameter: gradients are zero, not
+    missing."""
+    empty = torch.zeros(0, device=tokens.device)
+    if not torch.is_grad_enabled():
+        return empty
+    leaves = parameters + ([tokens] if tokens.requires_grad else [])
+    return torch.cat([empty, *(leaf.reshape(-1)[:0].float() for leaf in leaves)])
+
+
+def _check_request(batch: dict[str, Any]) -> None:
+    for name in _FULL_OUTPUTS:
+        if batch.get(name):
+            raise ValueError(
+                f"{name} cannot be given or returned in a chunked step.\n"
+                "  It would cost memory in the length of the document.\n"
+                f"  Leave {name} out, or call oomb_accel.disable(model) for a plain forward."
+            )
+    if isinstance(batch.get("logits_to_keep"), Tensor) or batch.get("logits_to_keep"):
+        raise ValueError(
+            "logits_to_keep has no meaning with labels here: full logits are never made.\n"
+            "  Leave it out; outputs.log_probs has the log-probability of each target."
+        )
+    unknown = [key for key, value in batch.items() if key not in _BATCH_KEYS and value is not None and value is not False]
+    unknown = [key for key in unknown if key not in _FULL_OUTPUTS and key != "logits_to_keep"]
+    if unknown:
+        raise ValueError(
+            f"The batch has inputs that a chunked step does not know: {', '.join(unknown)}.\n"
+            "  They might depend on whole rows, so they are not passed on silently.\n"
+            "  Remove them from the batch, or call oomb_accel.disable(model)."
+        )

@@ -1,0 +1,149 @@
+"""Which models chunk recurrence is exact for, and what it must know about them."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+SUPPORTED_MODEL_TYPES = frozenset(
+    {
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "granite",
+        "llama",
+        "mistral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+    }
+)
+"""Model types whose parity with full attention is tested in this repository."""
+
+_ATTENDS_TO_EVERYTHING = frozenset({"full_attention"})
+_ATTENDS_IN_WINDOW = frozenset({"sliding_attention"})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the recurrence needs to know about a model; read from its config."""
+
+    model_type: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    windows: tuple[int | None, ...]
+    """Sliding window in tokens of each layer; None where the layer attends to everything."""
+
+
+def base_model_of(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a PEFT model, or the model itself.
+
+    Raises:
+        ValueError: neither of the two.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel):
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model.\n"
+            "  enable() takes a causal language model of transformers, or a PEFT model around one.\n"
+            "  Pass the model before it is wrapped by DDP, FSDP or DeepSpeed."
+        )
+    return base
+
+
+def model_facts(base: PreTrainedModel) -> ModelFacts:
+    """Read the facts from the model's config."""
+    config = base.config.get_text_config()
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return ModelFacts(
+        model_type=config.model_type,
+        num_layers=config.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=head_dim,
+        vocab_size=config.vocab_size,
+        windows=_windows(config),
+    )
+
+
+def refusals(model: nn.Module, base: PreTrainedModel) -> list[str]:
+    """Reasons why chunk recurrence would not be exact for this model; empty when there is none.
+
+    Each names the layer or feature and what to do about it.
+    """
+    config = base.config.get_text_config()
+    reasons = []
+    if (
+        "logits_to_keep" not in inspect.signature(base.forward).parameters
+        or base.get_output_embeddings() is None
+    ):
+        reasons.append(
+            f"{type(base).__name__} is not a causal language model with a head (no logits_to_keep in its forward). "
+            "Load it with AutoModelForCausalLM."
+        )
+    if not getattr(base, "_supports_attention_backend", False):
+        reasons.append(
+            f"{type(base).__name__} does not call attention through transformers' AttentionInterface. "
+            "Use a model class that does, or a newer transformers."
+        )
+    for index, kind in enumerate(getattr(config, "layer_types", None) or []):
+        if kind not in _ATTENDS_TO_EVERYTHING | _ATTENDS_IN_WINDOW:
+            reasons.append(
+                f"Layer {index} is of type {kind!r}; only full and sliding attention are supported."
+            )
+            break
+    if getattr(config, "attention_dropout", 0.0):
+        reasons.append(
+            f"attention_dropout is {config.attention_dropout}. Set config.attention_dropout = 0.0; "
+            "dropout elsewhere (LoRA, residual) is supported."
+        )
+    if getattr(config, "output_router_logits", False):
+        reasons.append(
+            "output_router_logits is on: its auxiliary loss is not a sum over chunks. "
+            "Set config.output_router_logits = False."
+        )
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+        reasons.append("The model attends in both directions; chunk recurrence needs causal attention.")
+    for name, adapter in (getattr(model, "peft_config", None) or {}).items():
+        if getattr(adapter, "is_prompt_learning", False):
+            reasons.append(
+                f"Adapter {name!r} is of type {adapter.peft_type}, which changes the sequence. Use LoRA instead."
+            )
+    return reasons
+
+
+def check_checkpointing(base: PreTrainedModel) -> None:
+    """Refuse reentrant gradient checkpointing, which trains silently wrong inside nested passes.
+
+    Raises:
+        ValueError: reentrant checkpointing is switched on.
+    """
+    for name, module in base.named_modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if not getattr(module, "gradient_checkpointing", False) or function is None:
+            continue
+        if getattr(function, "keywords", {}).get("use_reentrant", False):
+            raise ValueError(
+                f"Reentrant gradient checkpointing is on ({name}); its gradients would be wrong here.\n"
+                "  Chunks already bound the activations, so checkpointing is rarely needed.\n"
+                "  Turn it off, or pass gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if kind in _ATTENDS_IN_WINDOW else None for kind in kinds)

@@ -1,0 +1,146 @@
+"""Switching chunk recurrence on and off for a transformers model.
+
+``enable`` replaces the *instance's* forward. Called with labels, it makes a stream of the batch and runs the
+recurrence; from outside that is one forward and one backward. Any other call passes through.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from oomb_accel.config import OombConfig
+from oomb_accel.integrations import attention_interface
+from oomb_accel.integrations.attachment import STATE, Attachment
+from oomb_accel.integrations.banner import describe
+from oomb_accel.integrations.step import chunked_step
+from oomb_accel.integrations.support import SUPPORTED_MODEL_TYPES, base_model_of, model_facts, refusals
+from oomb_accel.progress import ChunkEvent, ProgressLine
+
+logger = logging.getLogger("oomb_accel")
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def enable(
+    model: Model, config: OombConfig | None = None, *, on_progress: Callable[[ChunkEvent], None] | None = None
+) -> Model:
+    """Switch chunk recurrence on for a model, in place.
+
+    Args:
+        model: a transformers causal language model, or a PEFT model around one, not yet wrapped by DDP and the like.
+        config: the settings; defaults if left out.
+        on_progress: called after every chunk of every step; replaces the progress line.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model, or something switched on in it, is not supported; the reason names it.
+    """
+    config = config or OombConfig()
+    if not config.enabled:
+        logger.warning("oomb_accel stays off: enabled=False.")
+        return model
+    if getattr(model, STATE, None) is not None:
+        raise ValueError("oomb_accel is already on for this model.\n  Call oomb_accel.disable(model) first.")
+    base = base_model_of(model)
+    reasons = refusals(model, base)
+    if reasons:
+        raise ValueError(
+            f"oomb_accel does not support this model ({type(base).__name__}):\n  - " + "\n  - ".join(reasons)
+        )
+    facts = model_facts(base)
+    if facts.model_type not in SUPPORTED_MODEL_TYPES:
+        _prove_unlisted(base)
+    attach(model, config, on_progress=on_progress)
+    return model
+
+
+def attach(
+    model: nn.Module, config: OombConfig, *, on_progress: Callable[[ChunkEvent], None] | None = None
+) -> None:
+    """Switch on without asking whether the model is supported: for ``enable`` and for the parity check."""
+    base = base_model_of(model)
+    if on_progress is None and config.progress is not False:
+        on_progress = ProgressLine(force=config.progress is True)
+    state = Attachment(
+        model=model, base=base, config=config, facts=model_facts(base), forward=model.forward, on_chunk=on_progress
+    )
+    state.own_forward = "forward" in vars(model)
+    base.set_attn_implementation(attention_interface.register(base.config._attn_implementation))
+    setattr(model, STATE, state)
+    model.forward = _replacement(state)
+
+
+def disable(model: nn.Module) -> None:
+    """Undo ``enable``. A model that is not switched on stays as it is."""
+    state: Attachment | None = getattr(model, STATE, None)
+    if state is None:
+        return
+    state.active = False  # whoever wrapped our forward meanwhile gets a plain one
+    state.rope.remove()
+    state.base.set_attn_implementation(attention_interface.original_of(state.base.config._attn_implementation))
+    if getattr(vars(model).get("forward"), STATE, None) is state:
+        if state.own_forward:
+            model.forward = state.forward
+        else:
+            del model.forward
+    delattr(model, STATE)
+
+
+def _replacement(state: Attachment) -> Callable[..., Any]:
+    original = state.forward
+    parameters = inspect.signature(original).parameters
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kwargs.update(zip(parameters, args, strict=False))
+        has_labels = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+        if not state.active:
+            return original(**kwargs)
+        if not has_labels:
+            _refuse_training_without_labels(state)
+            return original(**kwargs)
+        if not state.announced:  # at the first step: by now the model is where it will be trained
+            state.announced = True
+            logger.info("%s", describe(state))
+        return chunked_step(state, kwargs)
+
+    setattr(forward, STATE, state)
+    return forward
+
+
+def _refuse_training_without_labels(state: Attachment) -> None:
+    if state.model.training and torch.is_grad_enabled():
+        raise ValueError(
+            "Full logits were asked for in training: a forward without labels.\n"
+            "  A compute_loss override, label smoothing or a preference loss needs logits of the whole document, "
+            "which do not fit in memory at this length.\n"
+            "  Pass labels and use outputs.loss or outputs.log_probs, wrap inference in torch.no_grad(), or call "
+            "oomb_accel.disable(model)."
+        )
+
+
+def _prove_unlisted(base: PreTrainedModel) -> None:
+    """A model type that is not on the list is let in if a small copy passes the parity check."""
+    from oomb_accel.integrations.parity import prove_small_copy
+
+    problem = prove_small_copy(base)
+    if problem is None:
+        logger.warning(
+            "%s is not on the list of tested models; a small copy of it passed the built-in parity check.",
+            base.config.model_type,
+        )
+        return
+    raise ValueError(
+        f"oomb_accel does not support model type {base.config.model_type!r} ({type(base).__name__}).\n"
+        f"  The built-in check against full attention said: {problem}\n"
+        f"  Supported: {', '.join(sorted(SUPPORTED_MODEL_TYPES))}."
+    )

@@ -1,0 +1,53 @@
+"""How many attention outputs of the forward sweep fit in memory, so that the recompute can skip attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from oomb_accel.schedule import ChunkSchedule
+
+RESERVE = 0.06
+"""Share of the device that is never planned for: workspaces and fragmentation."""
+
+
+@dataclass(slots=True)
+class ActivationMeter:
+    """Bytes of activations that one token of a chunk holds between its forward and its backward.
+
+    Starts from an estimate and takes the largest measured value from the first backward sweep on.
+    """
+
+    bytes_per_token: float
+    measured: bool = False
+
+    def record(self, held_bytes: int, num_tokens: int) -> None:
+        """Take a measurement: bytes held at the end of a chunk's forward with gradients."""
+        per_token = held_bytes / max(num_tokens, 1)
+        self.bytes_per_token = max(self.bytes_per_token, per_token) if self.measured else per_token
+        self.measured = True
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that new tensors can take on the device: free ones and those that torch's allocator has cached."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached - int(RESERVE * total)
+
+
+def chunks_to_keep(schedule: ChunkSchedule, bytes_per_token: int, budget_bytes: float) -> frozenset[int]:
+    """The latest chunks whose outputs fit the budget. Those have the longest past, so they save the most.
+
+    The very last chunk is left out: its graph holds its own outputs.
+    """
+    kept: set[int] = set()
+    for chunk in reversed(schedule.chunks[:-1]):
+        budget_bytes -= chunk.num_tokens * bytes_per_token
+        if budget_bytes < 0:
+            break
+        kept.add(chunk.index)
+    return frozenset(kept)

@@ -1,0 +1,179 @@
+"""Loading a model and its tokenizer, and choosing what of it is trained."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from oomb_accel.training.recipe import Recipe
+
+
+def load_model(recipe: Recipe) -> nn.Module:
+    """The model of a recipe in host memory, with its RoPE overrides; all parameters trainable.
+
+    Raises:
+        ValueError: neither a model folder nor a model that the hub serves, or RoPE settings that do not fit it.
+    """
+    name = recipe.model_name_or_path
+    _check_folder(name)
+    try:
+        config = AutoConfig.from_pretrained(name, revision=recipe.revision)
+    except (OSError, ValueError) as error:
+        raise _load_error(name, error) from error
+    if recipe.rope_parameters is not None:
+        override_rope(config, recipe.rope_parameters)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            name, revision=recipe.revision, config=config, dtype=_load_dtype(recipe)
+        )
+    except (OSError, ValueError) as error:
+        raise _load_error(name, error) from error
+
+
+def load_tokenizer(recipe: Recipe) -> Any:
+    """The tokenizer beside the model.
+
+    Raises:
+        ValueError: there is none.
+    """
+    _check_folder(recipe.model_name_or_path)
+    try:
+        return AutoTokenizer.from_pretrained(recipe.model_name_or_path, revision=recipe.revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"The tokenizer of {recipe.model_name_or_path!r} cannot be loaded.\n  {error}\n"
+            "  Save it beside the model, with tokenizer.save_pretrained(folder)."
+        ) from error
+
+
+def override_rope(config: Any, override: dict[str, Any]) -> None:
+    """Lay a recipe's ``rope_parameters`` over those of a model's config.
+
+    Raises:
+        ValueError: the model has none, has one set per kind of layer, or refuses the result.
+    """
+    current = getattr(config, "rope_parameters", None)
+    if not current:
+        raise ValueError(
+            f"rope_parameters cannot be set for this model.\n  {type(config).__name__} has none.\n  Leave rope_parameters out."
+        )
+    if any(isinstance(value, dict) for value in current.values()):
+        raise ValueError(
+            f"{type(config).__name__} has RoPE settings for each kind of layer.\n  Got kinds {', '.join(current)}.\n"
+            "  Edit rope_parameters in the model's config.json instead."
+        )
+    if override.get("rope_type", "default") != "default":
+        # transformers fills this in from the config when it is missing; here it is written down, to be seen.
+        current = {"original_max_position_embeddings": config.max_position_embeddings} | current
+    config.rope_parameters = {**current, **override}
+    try:
+        config.standardize_rope_params()
+        config.validate_rope()
+    except (KeyError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"rope_parameters does not fit this model.\n  {error}\n"
+            "  Example: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}"
+        ) from error
+
+
+def add_adapters(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """Freeze the model and put LoRA on it, as the recipe says; with ``lora_r: 0`` everything stays trainable.
+
+    Adapters are fp32 whatever the base is (PEFT's own rule).
+
+    Raises:
+        ValueError: target modules that the model does not have.
+    """
+    if recipe.lora_r == 0:
+        return model
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=recipe.lora_r,
+        lora_alpha=recipe.lora_alpha,  # type: ignore[arg-type]  # PEFT only divides it
+        lora_dropout=recipe.lora_dropout,
+        target_modules=recipe.lora_target_modules,
+        modules_to_save=recipe.lora_modules_to_save,
+        use_rslora=recipe.use_rslora,
+        use_dora=recipe.use_dora,
+        revision=recipe.revision,
+    )
+    linears = {
+        name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    wanted = recipe.lora_target_modules
+    missing = [] if wanted == "all-linear" else [name for name in wanted if not _has_module(model, name)]
+    missing += [name for name in recipe.lora_modules_to_save or [] if not _has_module(model, name)]
+    if missing:
+        raise ValueError(
+            f"The model has no module called {missing[0]!r}.\n  Its linear layers are {', '.join(sorted(linears))}.\n"
+            "  Set lora_target_modules to some of them, or to all-linear."
+        )
+    return get_peft_model(model, config)  # type: ignore[arg-type]
+
+
+def apply_liger(model: nn.Module, recipe: Recipe, device: torch.device) -> bool:
+    """Use Liger's kernels for norms, RoPE and MLP (not for the loss, which is chunked here).
+
+    Returns: whether they are used.
+
+    Raises:
+        ValueError: the recipe demands them and they cannot run.
+    """
+    if recipe.use_liger is False:
+        return False
+    obstacle = _liger_obstacle(model, device)
+    if obstacle is None:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+        return True
+    if recipe.use_liger is True:
+        raise ValueError(f"use_liger is on, but Liger cannot run here.\n  {obstacle}\n  Set use_liger: auto.")
+    return False
+
+
+def _liger_obstacle(model: nn.Module, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"Training runs on {device.type}; its kernels need a GPU."
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "The package liger-kernel is not installed."
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    kind = getattr(model.config, "model_type", "")
+    return None if kind in MODEL_TYPE_TO_APPLY_LIGER_FN else f"It has no kernels for {kind}."
+
+
+def _load_dtype(recipe: Recipe) -> str | torch.dtype:
+    if recipe.torch_dtype != "auto":
+        return getattr(torch, recipe.torch_dtype)  # type: ignore[no-any-return]
+    # AdamW's steps are smaller than the spacing of bf16 weights: full fine-tuning needs fp32 ones.
+    return "auto" if recipe.lora_r > 0 else torch.float32
+
+
+def _load_error(name: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"The model {name!r} cannot be loaded.\n  {error}\n"
+        "  Set model_name_or_path to a folder with config.json and weights, or to a hub id that is reachable from here."
+    )
+
+
+def _check_folder(name: str) -> None:
+    """Say at once what is wrong with a local path, before the hub is asked for it."""
+    path = Path(name)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists()
+    if looks_local and not (path / "config.json").is_file():
+        state = "has no config.json" if path.is_dir() else "is not a folder"
+        raise ValueError(
+            f"The model {name!r} cannot be loaded.\n  {path.absolute()} {state}.\n"
+            "  Set model_name_or_path to a model folder or a hub id; launch/prepare_demo.py makes a small model."
+        )
+
+
+def _has_module(model: nn.Module, name: str) -> bool:
+    return any(path == name or path.endswith(f".{name}") for path, _ in model.named_modules())

@@ -1,0 +1,235 @@
+"""A recipe: every setting of one fine-tuning run, flat, under the names that users of TRL and axolotl type."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from oomb_accel.config import OombConfig
+from oomb_accel.training.settings import Setting, check_value, read_settings
+
+Auto = Literal["auto"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Recipe:
+    """One fine-tuning run. Make it with :meth:`from_yaml`, or by keyword.
+
+    Raises:
+        ValueError: a missing, misspelt or ill-typed setting, or settings that contradict each other.
+    """
+
+    model_name_or_path: str = ""
+    """Folder of a model, or its hub id. Required."""
+
+    data_path: str = ""
+    """A text file (one document), a .jsonl file (one document per row) or a folder (one document made of its
+    files). Required."""
+
+    output_dir: str = ""
+    """Folder for the adapter, metrics.jsonl, recipe.yaml and summary.json. Required."""
+
+    overwrite_output_dir: bool = False
+    """Replace an earlier run in output_dir."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+
+    torch_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type of the weights. "auto" is the checkpoint's own type with LoRA, and float32 for full fine-tuning."""
+
+    rope_parameters: dict[str, Any] | None = None
+    """Overrides of the model's RoPE settings, for documents longer than its trained range, for example
+    {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}."""
+
+    lora_r: int = 16
+    """Rank of the LoRA adapters; 0 trains all weights of the model instead."""
+
+    lora_alpha: float = 32.0
+    """LoRA scale: the update is multiplied by lora_alpha / lora_r."""
+
+    lora_dropout: float = 0.0
+    """Dropout in front of the adapters."""
+
+    lora_target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Modules that get an adapter; "all-linear" is every linear layer but the head."""
+
+    lora_modules_to_save: list[str] | None = None
+    """Modules that are trained whole and saved with the adapter, for example [embed_tokens, lm_head]."""
+
+    use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(lora_r)."""
+
+    use_dora: bool = False
+    """Weight-decomposed LoRA."""
+
+    text_field: str = "text"
+    """Name of the text in the rows of a .jsonl file."""
+
+    max_length: int | None = None
+    """Most tokens of one document. None sets no limit of its own; the model's trained range still counts."""
+
+    truncation: Literal["error", "start", "end", "split"] = "error"
+    """What to do with a document longer than max_length: refuse it, keep its start, keep its end, or cut it into
+    documents that do not see each other."""
+
+    optimizer: Literal["adamw"] = "adamw"
+    """Optimizer."""
+
+    learning_rate: float = 2e-4
+    """Highest learning rate."""
+
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the learning rate after the warm-up; linear and cosine end at 0."""
+
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0."""
+
+    weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW."""
+
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 leaves them as they are."""
+
+    max_steps: int | None = None
+    """Optimizer steps of the run; data is repeated as needed. Excludes num_train_epochs."""
+
+    num_train_epochs: int | None = None
+    """Passes over the data; 1 when neither this nor max_steps is set."""
+
+    per_device_train_batch_size: int = 1
+    """Documents per micro-batch and device."""
+
+    gradient_accumulation_steps: int = 1
+    """Micro-batches per optimizer step. Every target of a step has the same weight, however they are cut."""
+
+    seed: int = 42
+    """Seed of adapter weights, dropout and data order."""
+
+    logging_steps: int = 1
+    """Print a line every so many steps; metrics.jsonl has every step."""
+
+    save_steps: int = 0
+    """Save a checkpoint-N folder every so many steps; 0 saves at the end only."""
+
+    mixed_precision: Literal["auto", "bf16", "no"] = "auto"
+    """Autocast. "auto" is bf16 on a GPU and none on the CPU."""
+
+    use_liger: bool | Auto = "auto"
+    """Liger kernels for norms, RoPE and MLP. "auto" takes them on a GPU where they are installed."""
+
+    eval_last_tokens: int = 0
+    """Measure the loss on this many last tokens of the first document, with all the document before them as context,
+    before and after training; 0 measures nothing."""
+
+    oomb: OombConfig = field(default_factory=OombConfig)
+    """Settings of the chunk recurrence: chunk_tokens, page_tokens, backend, and so on."""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value = check_value(item.name, getattr(self, item.name), hints()[item.name])
+            setattr(self, item.name, value)
+        for name, example in _REQUIRED.items():
+            if not getattr(self, name):
+                raise ValueError(
+                    f"The recipe lacks {name}.\n  Example: {name}: {example}   (or --{name} {example})"
+                )
+        for name in _LEAST:
+            _check_least(name, getattr(self, name))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse settings that contradict each other."""
+        if self.max_steps is not None and self.num_train_epochs is not None:
+            raise ValueError(
+                "Two settings say how long to train.\n"
+                f"  Got max_steps={self.max_steps} and num_train_epochs={self.num_train_epochs}.\n  Keep one of them."
+            )
+        if self.truncation != "error" and self.max_length is None:
+            raise ValueError(
+                "truncation needs a length.\n"
+                f"  Got truncation={self.truncation} without max_length.\n  Set max_length, for example 131072."
+            )
+        if self.lora_r == 0:
+            for name in ("use_rslora", "use_dora", "lora_modules_to_save", "lora_dropout"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name} belongs to LoRA, which is off.\n  Got {name}={getattr(self, name)} with lora_r=0.\n"
+                        f"  Set lora_r=16, or leave {name} out."
+                    )
+        if self.lora_dropout >= 1.0:
+            raise ValueError(
+                f"lora_dropout must be below 1.\n  Got lora_dropout={self.lora_dropout}.\n  Set lora_dropout=0.05."
+            )
+        if self.max_steps is not None and self.warmup_steps >= self.max_steps:
+            raise ValueError(
+                "The warm-up would never end.\n"
+                f"  Got warmup_steps={self.warmup_steps} with max_steps={self.max_steps}.\n"
+                f"  Set warmup_steps={self.max_steps // 10}."
+            )
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+        """Read a recipe file and apply command-line options over it.
+
+        Args:
+            path: yaml file with one mapping; the ``oomb`` key holds a mapping of its own.
+            overrides: options such as ``--lora_r 8``, ``--lora-r=8`` or ``--oomb.chunk_tokens 512``.
+
+        Raises:
+            ValueError: no such file, not a mapping, or a setting that is unknown, ill-typed or contradictory; the
+                message names the place, the key and what would be right.
+        """
+        values = read_settings(Path(path), list(overrides), hints(), OombConfig)
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings as plain values, for yaml."""
+        plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        plain["oomb"] = self.oomb.to_dict()
+        return plain
+
+
+_REQUIRED = {
+    "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct",
+    "data_path": "book.txt",
+    "output_dir": "out",
+}
+
+_LEAST: dict[str, float] = {
+    "lora_r": 0,
+    "lora_dropout": 0,
+    "max_length": 2,
+    "learning_rate": 0,
+    "warmup_steps": 0,
+    "weight_decay": 0,
+    "max_grad_norm": 0,
+    "max_steps": 1,
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "seed": 0,
+    "logging_steps": 1,
+    "save_steps": 0,
+    "eval_last_tokens": 0,
+}
+"""Smallest value of each number."""
+
+_HINTS: dict[str, Setting] = {}
+
+
+def hints() -> dict[str, Setting]:
+    """Name and type of every setting of a recipe."""
+    if not _HINTS:
+        _HINTS.update(Setting.of(Recipe))
+    return _HINTS
+
+
+def _check_least(name: str, value: float | None) -> None:
+    if value is not None and not value >= _LEAST[name]:
+        raise ValueError(
+            f"{name} is too small.\n  Got {name}={value}; the least is {_LEAST[name]}.\n  Set {name}={_LEAST[name]} or more."
+        )

@@ -1,0 +1,274 @@
+"""Reading settings from yaml and from the command line, with errors that say where, what and what instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from oomb_accel.config import OombConfig, unknown_key_message
+
+OTHER_NAMES = {
+    "base_model": "Set model_name_or_path.",
+    "model": "Set model_name_or_path.",
+    "dtype": "Set torch_dtype.",
+    "bf16": "Set mixed_precision: bf16.",
+    "fp16": "Training runs in bf16 or fp32: set mixed_precision.",
+    "sequence_len": "Set max_length.",
+    "max_seq_length": "Set max_length.",
+    "micro_batch_size": "Set per_device_train_batch_size.",
+    "num_epochs": "Set num_train_epochs.",
+    "target_modules": "Set lora_target_modules.",
+    "lora_target_linear": "Set lora_target_modules: all-linear.",
+    "modules_to_save": "Set lora_modules_to_save.",
+    "lr_scheduler": "Set lr_scheduler_type.",
+    "datasets": "Set data_path.",
+    "dataset_name": "Set data_path, a file or folder.",
+    "dataset_text_field": "Set text_field.",
+    "gradient_checkpointing": "Leave it out: activations cost one chunk, set by oomb.chunk_tokens.",
+    "attn_implementation": "Leave it out; oomb.backend chooses the attention kernels.",
+    "packing": "Leave it out: documents of a batch share a stream without padding already.",
+}
+"""Names that other trainers use, or that have no place here, and what to write instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Name of a setting and the types that it takes."""
+
+    name: str
+    options: tuple[Any, ...]
+
+    @staticmethod
+    def of(cls: type) -> dict[str, Setting]:
+        """The settings of a dataclass, by name."""
+        resolved = typing.get_type_hints(cls)
+        return {
+            item.name: Setting(item.name, _options(resolved[item.name])) for item in dataclasses.fields(cls)
+        }
+
+    def spell(self) -> str:
+        """The types in words."""
+        return " or ".join(_spell(option) for option in self.options)
+
+
+class _Mismatch(Exception):
+    """The value does not fit this option; another one may."""
+
+
+def check_value(name: str, value: Any, setting: Setting) -> Any:
+    """The value in the setting's type: ``1`` and ``"1e-4"`` (yaml's reading of 1e-4) are numbers.
+
+    Raises:
+        ValueError: it fits none of the types.
+    """
+    for option in setting.options:
+        try:
+            return _fit(value, option)
+        except _Mismatch:
+            continue
+    raise ValueError(
+        f"{name} has a value that is not allowed.\n  Got {value!r} ({type(value).__name__}).\n  Allowed: {setting.spell()}."
+    )
+
+
+def read_settings(
+    path: Path, overrides: list[str], settings: Mapping[str, Setting], block_type: type[OombConfig]
+) -> dict[str, Any]:
+    """Settings of a yaml file, with command-line options over them.
+
+    Args:
+        path: a yaml file with one mapping.
+        overrides: options as typed.
+        settings: what is allowed.
+        block_type: type of the ``oomb`` block.
+
+    Returns: checked values by name; those that nobody set are left out.
+
+    Raises:
+        ValueError: see :meth:`oomb_accel.training.recipe.Recipe.from_yaml`.
+    """
+    values = _load_yaml(path)
+    block_settings = Setting.of(block_type)
+    for key, value in values.items():
+        if key not in settings:
+            raise ValueError(_unknown(str(key), settings, str(path)))
+        if key != "oomb":
+            values[key] = _at(str(path), key, value, settings[key])
+    block = values.pop("oomb", None) or {}
+    if not isinstance(block, dict):
+        raise ValueError(
+            f"In {path}: oomb must be a mapping.\n  Got {block!r}.\n  Example:\n    oomb:\n      chunk_tokens: 8192"
+        )
+    for key, value in block.items():
+        if key not in block_settings:
+            raise ValueError(unknown_key_message(str(key), list(block_settings), f"the oomb block of {path}"))
+        block[key] = _at(f"the oomb block of {path}", key, value, block_settings[key])
+    flags = {**settings, **{f"oomb.{key}": setting for key, setting in block_settings.items()}}
+    for flag, text in _split_flags(overrides, flags):
+        name = flag.lstrip("-").replace("-", "_")
+        if name.startswith("oomb."):
+            key = name.removeprefix("oomb.")
+            if key not in block_settings:
+                known = [f"--oomb.{known_key}" for known_key in block_settings]
+                raise ValueError(unknown_key_message(f"--{name}", known, "the command line"))
+            block[key] = _from_text(flag, text, block_settings[key])
+        elif name not in settings or name == "oomb":
+            raise ValueError(_unknown(name, settings, f"the command line ({flag})"))
+        else:
+            values[name] = _from_text(flag, text, settings[name])
+    place = f"the oomb block of {path}" + (" with the options over it" if overrides else "")
+    values["oomb"] = block_type.from_dict(block, place=place)
+    return values
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Yaml without silent losses: a key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _load_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"The recipe {str(path)!r} cannot be read.\n  {error}\n  Give the path of a yaml file; configs/ has examples."
+        ) from None
+    try:
+        loaded = yaml.load(text, Loader=_StrictLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"The recipe {str(path)!r} is not valid yaml.\n  {error}") from None
+    if not isinstance(loaded, dict):
+        raise ValueError(
+            f"The recipe {str(path)!r} must hold one mapping of settings.\n  Got {type(loaded).__name__}.\n"
+            "  Example line: learning_rate: 2.0e-4"
+        )
+    return loaded
+
+
+def _split_flags(arguments: list[str], settings: Mapping[str, Setting]) -> list[tuple[str, str]]:
+    """Options as pairs of flag and text; a switch without a value is true."""
+    pairs: list[tuple[str, str]] = []
+    position = 0
+    while position < len(arguments):
+        argument = arguments[position]
+        position += 1
+        if not argument.startswith("--"):
+            raise ValueError(
+                f"Cannot tell what {argument!r} on the command line belongs to.\n"
+                "  Options are --name value or --name=value, for example --learning_rate 1e-4."
+            )
+        flag, equals, text = argument.partition("=")
+        if not equals:
+            has_value = position < len(arguments) and not arguments[position].startswith("--")
+            setting = settings.get(flag.lstrip("-").replace("-", "_"))
+            if has_value:
+                text = arguments[position]
+                position += 1
+            elif setting is not None and bool in setting.options:
+                text = "true"
+            else:
+                raise ValueError(f"{flag} on the command line has no value.\n  Write {flag} VALUE.")
+        pairs.append((flag, text))
+    return pairs
+
+
+def _from_text(flag: str, text: str, setting: Setting) -> Any:
+    """A value as typed on the command line, in the setting's type."""
+    if text.lower() in ("null", "none") and types.NoneType in setting.options:
+        return None
+    for option in setting.options:
+        try:
+            return _fit(_parse(text, option), option)
+        except (_Mismatch, ValueError, yaml.YAMLError):
+            continue
+    raise ValueError(
+        f"{flag} on the command line has a value that is not allowed.\n  Got {text!r}.\n  Allowed: {setting.spell()}."
+    )
+
+
+def _parse(text: str, option: Any) -> Any:
+    if option is int:
+        return int(text)
+    if option is bool:
+        return {"true": True, "yes": True, "false": False, "no": False}.get(text.lower())
+    if option == list[str] and not text.startswith("["):
+        if text == "all-linear":
+            raise _Mismatch
+        return [part.strip() for part in text.split(",")]
+    if option == list[str] or typing.get_origin(option) is dict:
+        return yaml.safe_load(text)
+    return text
+
+
+def _at(place: str, name: str, value: Any, setting: Setting) -> Any:
+    try:
+        return check_value(name, value, setting)
+    except ValueError as error:
+        raise ValueError(f"In {place}: {error}") from None
+
+
+def _unknown(key: str, settings: Mapping[str, Setting], place: str) -> str:
+    if key in OTHER_NAMES:
+        return f"Unknown key {key!r} in {place}.\n  {OTHER_NAMES[key]}"
+    if key in Setting.of(OombConfig):
+        return f"Unknown key {key!r} in {place}.\n  It belongs into the oomb block: oomb.{key}."
+    return unknown_key_message(key, list(settings), place)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(option for part in typing.get_args(hint) for option in _options(part))
+    return (hint,)
+
+
+def _fit(value: Any, option: Any) -> Any:
+    """``value`` as ``option``, or :class:`_Mismatch`."""
+    if option is types.NoneType and value is None:
+        return None
+    if typing.get_origin(option) is Literal:
+        choices = typing.get_args(option)
+        # Yaml reads a bare `no` as False.
+        value = "no" if value is False and "no" in choices else value
+        if value in choices:
+            return value
+    elif option == list[str]:
+        if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+            return value
+    elif typing.get_origin(option) is dict:
+        if isinstance(value, dict):
+            return value
+    elif option is float and not isinstance(value, bool) and isinstance(value, (int, float, str)):
+        try:
+            return float(value)
+        except ValueError:
+            raise _Mismatch from None
+    elif type(value) is option:
+        return value
+    raise _Mismatch
+
+
+def _spell(option: Any) -> str:
+    if typing.get_origin(option) is Literal:
+        return " or ".join(repr(choice) for choice in typing.get_args(option))
+    if typing.get_origin(option) is dict:
+        return "a mapping"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    words |= {types.NoneType: "null", list[str]: "a list of names"}
+    return words.get(option, getattr(option, "__name__", str(option)))

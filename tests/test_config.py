@@ -1,0 +1,114 @@
+"""OombConfig: what it accepts, and messages that say what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from oomb_accel import OombConfig
+
+
+def test_the_defaults_are_valid_and_survive_json() -> None:
+    config = OombConfig()
+    assert OombConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_every_field_has_a_docstring() -> None:
+    """The field docstrings are the manual, so none may be missing."""
+    import ast
+    import inspect
+
+    tree = ast.parse(inspect.getsource(OombConfig))
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    for node, following in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign):
+            documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            assert documented, ast.unparse(node)
+
+
+def test_settings_are_keyword_only_and_frozen() -> None:
+    with pytest.raises(TypeError):
+        OombConfig(True)  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OombConfig().chunk_tokens = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("chunk_token", "chunk_tokens"),
+        ("chunk_size_tokens", "chunk_tokens"),
+        ("page_grad_type", "page_grad_dtype"),
+        ("determinstic", "deterministic"),
+        ("Enabled", "enabled"),
+    ],
+)
+def test_an_unknown_key_names_place_key_and_the_nearest_valid_one(key: str, nearest: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        OombConfig.from_dict({key: 1}, place="recipe.yaml, block oomb")
+    message = str(caught.value)
+    assert "recipe.yaml, block oomb" in message and repr(key) in message and repr(nearest) in message
+
+
+def test_an_unknown_key_with_nothing_near_lists_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match=r"Valid keys: .*chunk_tokens"):
+        OombConfig.from_dict({"zzzzzz": 1})
+
+
+def test_a_key_that_is_no_string_is_an_unknown_key() -> None:
+    with pytest.raises(ValueError, match="Unknown key '8192'"):
+        OombConfig.from_dict({8192: 1})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("chunk_tokens", "8192", "a whole number"),
+        ("chunk_tokens", 8192.0, "a whole number"),
+        ("chunk_tokens", True, "a whole number"),
+        ("chunk_tokens", None, "a whole number"),
+        ("enabled", 1, "True or False"),
+        ("enabled", "true", "True or False"),
+        ("backend", "cuda", "'cudnn'"),
+        ("attention", "sparse", "'dense'"),
+        ("page_grad_dtype", "float16", "'bfloat16'"),
+        ("keep_outputs", "yes", "'auto'"),
+        ("keep_outputs", 1, "True or False"),
+        ("progress", "on", "'auto'"),
+        ("beyond_trained_length", "warn", "'allow'"),
+    ],
+)
+def test_a_wrong_value_names_place_setting_value_and_what_is_allowed(
+    name: str, value: Any, allowed: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        OombConfig.from_dict({name: value}, place="ds.json")
+    message = str(caught.value)
+    assert "ds.json" in message and f"{name}={value!r}" in message and allowed in message
+    with pytest.raises(ValueError, match=name):
+        OombConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["chunk_tokens", "page_tokens", "span_tokens"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_sizes_are_positive(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"(?s){name} must be positive.*Set {name}=\d+"):
+        OombConfig(**{name: value})
+
+
+def test_contradictions_say_what_to_set() -> None:
+    with pytest.raises(ValueError, match=r"(?s)chunk_tokens=64 with page_tokens=128.*chunk_tokens=128"):
+        OombConfig(chunk_tokens=64)
+    with pytest.raises(ValueError, match=r"(?s)span_tokens=64 with page_tokens=128.*span_tokens=\d+"):
+        OombConfig(span_tokens=64)
+    with pytest.raises(ValueError, match=r"(?s)deterministic=True.*backend='auto'"):
+        OombConfig(backend="cudnn", deterministic=True)
+
+
+def test_a_remedy_is_a_value_that_works() -> None:
+    with pytest.raises(ValueError):
+        OombConfig(chunk_tokens=8, page_tokens=16)
+    OombConfig(chunk_tokens=16, page_tokens=16)
+    OombConfig(chunk_tokens=8, page_tokens=8)
