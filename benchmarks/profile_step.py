@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
+from torch.autograd import DeviceType
+
 from benchmarks.models import lora_model, use_liger
 from benchmarks.registry import Row, benchmark
 from benchmarks.whole_step import _step, _switch_on
-from torch.autograd import DeviceType
+from oomb_accel.integrations.support import base_model_of
 
 GROUPS = {
     "attention": ("cudnn", "flash", "fmha", "sdpa"),
@@ -30,7 +32,7 @@ def profile_step(
     model = lora_model(shape, device)
     use_liger(model, fused_loss=True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    vocab = model.get_base_model().config.vocab_size
+    vocab = base_model_of(model).config.vocab_size
     for tokens in lengths:
         ids = torch.randint(0, vocab, (1, tokens), device=device)
         for side in sides:

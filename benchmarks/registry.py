@@ -69,7 +69,10 @@ def environment() -> dict[str, Any]:
 
 def table(rows: list[Row]) -> str:
     """Rows as a markdown table."""
-    lines = ["| benchmark | side | tokens | s/step | tok/s | peak GiB | note |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| benchmark | side | tokens | s/step | tok/s | peak GiB | note |",
+        "|---|---|---|---|---|---|---|",
+    ]
     lines += [
         f"| {r.benchmark} | {r.side} | {r.tokens:,} | {r.seconds:.2f} | {r.tokens_per_second:,.0f} "
         f"| {r.peak_gib:.1f} | {r.note} |"

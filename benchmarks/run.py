@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from benchmarks import profile_step, whole_step  # noqa: F401  registers
 from benchmarks.registry import BENCHMARKS, Row, environment, table
 from benchmarks.whole_step import SIDES

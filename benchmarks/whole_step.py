@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import oomb_accel
 import torch
+from peft import PeftModel
+from torch import Tensor
+
+import oomb_accel
 from benchmarks.models import lora_model, use_liger
 from benchmarks.registry import GIB, Row, benchmark
 from oomb_accel import OombConfig
-from peft import PeftModel
-from torch import Tensor
+from oomb_accel.integrations.support import base_model_of
 
 SIDES: dict[str, dict[str, Any]] = {
     "oomb": dict(keep_outputs="auto"),
@@ -38,7 +40,7 @@ def whole_step(
     model = lora_model(shape, device)
     liger = device.type == "cuda" and use_liger(model, fused_loss=True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    vocab = model.get_base_model().config.vocab_size
+    vocab = base_model_of(model).config.vocab_size
     for tokens in lengths:
         ids = torch.randint(0, vocab, (1, tokens), device=device, generator=torch.Generator(device).manual_seed(tokens))
         for side in sides:
@@ -69,7 +71,7 @@ def _switch_on(model: PeftModel, side: str, chunk_tokens: int) -> Callable[[], N
 
     def undo() -> None:
         model.gradient_checkpointing_disable()
-        model.get_base_model().disable_input_require_grads()
+        base_model_of(model).disable_input_require_grads()
 
     return undo
 

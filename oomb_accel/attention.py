@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+
+from oomb_accel.pages import PagedKVCache
+from oomb_accel.schedule import Chunk, PageRange
 from oomb_kernels import (
     AttentionCall,
     dense_attention_backward,
     dense_attention_forward,
     merge_attention_,
 )
-from torch import Tensor
-
-from oomb_accel.pages import PagedKVCache
-from oomb_accel.schedule import Chunk, PageRange
 
 Sweep = Literal["forward", "backward"]
 
@@ -91,9 +91,7 @@ def chunk_attention(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCal
 
 class _ChunkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass
-    ) -> Tensor:
+    def forward(ctx: Any, q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass) -> Tensor:
         kept = run.kept.get(layer.layer) if run.kept is not None else None
         out_HTD, lse_HT = kept or _attend(q_HTD, k_GTD, v_GTD, layer, run)
         if run.kept is not None:
@@ -107,13 +105,14 @@ class _ChunkAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (dout_HTD,) = grads
         need_q, need_k, need_v = ctx.needs_input_grad[:3]
-        dq, dk, dv = _attend_backward(dout_HTD, *ctx.saved_tensors, ctx.layer, ctx.run, need_k or need_v)
+        q_HTD, k_GTD, v_GTD, out_HTD, lse_HT = ctx.saved_tensors
+        dq, dk, dv = _attend_backward(
+            dout_HTD, q_HTD, k_GTD, v_GTD, out_HTD, lse_HT, ctx.layer, ctx.run, need_k or need_v
+        )
         return dq if need_q else None, dk if need_k else None, dv if need_v else None, None, None
 
 
-def _attend(
-    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass
-) -> tuple[Tensor, Tensor]:
+def _attend(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass) -> tuple[Tensor, Tensor]:
     parts = _parts(layer, run)
     if len(parts) == 1:
         keys, values = _keys_of(parts[0], k_GTD, v_GTD, layer, run)
@@ -124,9 +123,7 @@ def _attend(
     lse_HT = q_HTD.new_full((num_heads, num_tokens), -torch.inf, dtype=wide)
     for part in parts:
         keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
-        part_out, part_lse = dense_attention_forward(
-            q_HTD[:, part.rows], keys, values, part.call, run.settings.backend
-        )
+        part_out, part_lse = dense_attention_forward(q_HTD[:, part.rows], keys, values, part.call, run.settings.backend)
         merge_attention_(out_HTD[:, part.rows], lse_HT[:, part.rows], part_out, part_lse)
     return out_HTD.to(q_HTD.dtype), lse_HT
 
@@ -180,9 +177,7 @@ def _parts(layer: LayerCall, run: ChunkPass) -> list[_Part]:
     chunk, settings, window = run.chunk, run.settings, run.windows[layer.layer]
     lengths = tuple(segment.num_tokens for segment in chunk.segments)
 
-    def part(
-        rows: slice, pages: PageRange | None, own: slice | None, *segments: int, causal: bool = True
-    ) -> _Part:
+    def part(rows: slice, pages: PageRange | None, own: slice | None, *segments: int, causal: bool = True) -> _Part:
         call = AttentionCall(
             scale=layer.scale,
             causal=causal,
@@ -228,9 +223,7 @@ def _spans(pages: PageRange, span_pages: int) -> list[PageRange]:
     return spans
 
 
-def _keys_of(
-    part: _Part, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass
-) -> tuple[Tensor, Tensor]:
+def _keys_of(part: _Part, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass) -> tuple[Tensor, Tensor]:
     if part.pages is None:
         assert part.own is not None
         return k_GTD[:, part.own], v_GTD[:, part.own]
@@ -238,4 +231,3 @@ def _keys_of(
     if part.own is None:
         return past_k, past_v
     return torch.cat([past_k, k_GTD[:, part.own]], 1), torch.cat([past_v, v_GTD[:, part.own]], 1)
-

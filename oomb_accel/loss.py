@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from oomb_kernels import token_log_probs, token_log_probs_backward_
 from torch import Tensor
+
+from oomb_kernels import token_log_probs, token_log_probs_backward_
 
 
 class _TargetLogProbs(torch.autograd.Function):

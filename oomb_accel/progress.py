@@ -1,12 +1,13 @@
 """What a step is doing while it runs: events of the recurrence, and one rewritten terminal line made of them.
 
-A step on a long document takes minutes. CUDA work is asynchronous, so the host clock at the time of an event says
-when a chunk was *queued*, not when it was done. The line therefore marks every chunk with a device event and
-computes its rates from those.
+A step on a long document takes minutes. CUDA work is asynchronous, so the host clock at the time of an event
+says when a chunk was *queued*, not when it was done. The line therefore marks every chunk with a device event
+and computes its rates from those.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -16,7 +17,7 @@ from typing import Any, Literal, TextIO
 
 GIB = 1024**3
 BACKWARD_COST = 3.0
-"""Backward sweep over forward sweep (recompute, dQ, dK and dV), assumed until this run has measured its own."""
+"""Backward sweep over forward sweep (recompute, dQ, dK, dV), assumed until this run has measured it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,8 @@ class StepEstimate:
             ends: ascending token positions, one more than ``seconds``.
             seconds: time between two neighbouring positions.
         """
-        widths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
-        middles = [(end + start) / 2 for start, end in zip(ends, ends[1:], strict=False)]
+        widths = [end - start for start, end in itertools.pairwise(ends)]
+        middles = [(end + start) / 2 for start, end in itertools.pairwise(ends)]
         total = sum(widths)
         mean_middle = sum(w * m for w, m in zip(widths, middles, strict=True)) / total
         mean_rate = sum(seconds) / total
@@ -105,7 +106,7 @@ class StepEstimate:
         self._line = (0.0, 0.0)
 
     def learn_backward(self, done: int, total: int, elapsed: float) -> None:
-        """Measure the ratio of the sweeps; ``done`` tokens counted from the document's end took ``elapsed`` seconds."""
+        """Measure the ratio of the sweeps: ``done`` tokens from the document's end took ``elapsed`` seconds."""
         spent = self.forward_seconds(total - done, total)
         if spent > 0:
             self.backward_cost = elapsed / spent
@@ -125,9 +126,9 @@ class StepEstimate:
 class ProgressLine:
     """One terminal line, rewritten in place: sweep, chunk i of n, tokens/s, time left, GPU and host memory.
 
-    Call it with each :class:`ChunkEvent`. It writes nothing, and costs nothing, when the stream is no terminal or
-    when this process is not rank 0. On CUDA it waits, each time it draws, for the chunk *before* the one just
-    queued: the numbers are those of finished work, and one chunk stays in flight.
+    Call it with each :class:`ChunkEvent`. It writes nothing, and costs nothing, when the stream is no
+    terminal or when this process is not rank 0. On CUDA it waits, each time it draws, for the chunk *before*
+    the one just queued: the numbers are those of finished work, and one chunk stays in flight.
 
     Args:
         stream: where to write; stderr when None.
@@ -135,9 +136,7 @@ class ProgressLine:
         min_interval_s: least seconds between two drawings.
     """
 
-    def __init__(
-        self, stream: TextIO | None = None, *, force: bool = False, min_interval_s: float = 0.2
-    ) -> None:
+    def __init__(self, stream: TextIO | None = None, *, force: bool = False, min_interval_s: float = 0.2) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._active = (force or self._stream.isatty()) and os.environ.get("RANK", "0") == "0"
         self._min_interval_s = min_interval_s
@@ -170,8 +169,8 @@ class ProgressLine:
             self._visible = False
 
     def _begin(self, event: ChunkEvent) -> None:
-        """A sweep starts. The backward sweep starts where the forward sweep ended; the start of a forward sweep
-        was not seen, so its first chunk counts for no rate."""
+        """A sweep starts. The backward sweep starts where the forward sweep ended; the start of a forward
+        sweep was not seen, so its first chunk counts for no rate."""
         self._clock = DeviceClock(event.device)
         self._marks = []
         if event.sweep == "forward":
@@ -219,7 +218,7 @@ class ProgressLine:
             return self._estimate.left_in_backward(end, total, elapsed)
         ends = [tokens for tokens, _ in done]
         marks = [mark for _, mark in done]
-        seconds = [self._clock.seconds(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+        seconds = [self._clock.seconds(a, b) for a, b in itertools.pairwise(marks)]
         self._estimate.fit(ends, seconds)
         return self._estimate.left_in_forward(end, total, event.with_backward)
 
@@ -232,7 +231,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def memory_parts(device: str) -> list[str]:
-    """Memory in use now, in GiB: the GPU's as torch allocated it (none on the CPU), and this process's in RAM."""
+    """Memory in use now, in GiB: what torch allocated on the GPU, and what this process holds of the RAM."""
     parts = []
     if device.startswith("cuda"):
         import torch

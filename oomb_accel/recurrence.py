@@ -171,9 +171,7 @@ class ChunkRecurrence:
         sums = [torch.zeros_like(p, dtype=_wide(p)) if p.requires_grad else None for p in parameters]
         wanted = [p for p in parameters if p.requires_grad]
         held = [s for s in sums if s is not None]
-        embeds_grad = (
-            torch.zeros_like(embeds_1TD) if embeds_1TD is not None and embeds_1TD.requires_grad else None
-        )
+        embeds_grad = torch.zeros_like(embeds_1TD) if embeds_1TD is not None and embeds_1TD.requires_grad else None
         for done, chunk in enumerate(reversed(self._schedule.chunks), start=1):
             log_probs_N, leaf_1TD = self._take_graph(chunk, embeds_1TD)
             inputs = wanted + ([leaf_1TD] if leaf_1TD is not None and embeds_grad is not None else [])
@@ -205,9 +203,7 @@ class ChunkRecurrence:
             self._rng[chunk.index].restore(self._device)
             return self._run_with_graph(chunk, "backward", embeds_1TD)
 
-    def _run_with_graph(
-        self, chunk: Chunk, sweep: Sweep, embeds_1TD: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _run_with_graph(self, chunk: Chunk, sweep: Sweep, embeds_1TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         leaf_1TD = _slice(embeds_1TD, chunk)
         if leaf_1TD is not None:
             leaf_1TD = leaf_1TD.detach().requires_grad_(embeds_1TD is not None and embeds_1TD.requires_grad)

@@ -69,9 +69,7 @@ def check_imports(root: Path) -> list[str]:
         if path == library / "__init__.py":
             continue
         if layer not in RANK:
-            found.append(
-                f"{relative}:1: {layer} has no layer: add it to LAYERS in tests/test_architecture.py"
-            )
+            found.append(f"{relative}:1: {layer} has no layer: add it to LAYERS in tests/test_architecture.py")
             continue
         for line, name in imported_names(path, package):
             top = name.split(".")[0]
@@ -93,9 +91,7 @@ def check_files(root: Path) -> list[str]:
     """Files that are too long, missing or must not exist."""
     found = []
     if (root / "kernels" / "__init__.py").exists():
-        found.append(
-            "kernels/__init__.py: must not exist, it would hide the package 'kernels' that transformers uses"
-        )
+        found.append("kernels/__init__.py: must not exist, it would hide the package 'kernels' that transformers uses")
     for folder in ("oomb_accel", "kernels/oomb_kernels"):
         paths = sorted((root / folder).rglob("*.py"))
         if not paths:
@@ -105,9 +101,7 @@ def check_files(root: Path) -> list[str]:
             limit = MAX_RECURRENCE_LINES if relative == Path("oomb_accel/recurrence.py") else MAX_LINES
             num_lines = len(path.read_text(encoding="utf-8").splitlines())
             if num_lines > limit:
-                found.append(
-                    f"{relative}: {num_lines} lines, the limit is {limit}: it has more than one job, split it"
-                )
+                found.append(f"{relative}: {num_lines} lines, the limit is {limit}: it has more than one job, split it")
     return found
 
 

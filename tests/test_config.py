@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import json
 from typing import Any
 
@@ -17,9 +19,6 @@ def test_the_defaults_are_valid_and_survive_json() -> None:
 
 def test_every_field_has_a_docstring() -> None:
     """The field docstrings are the manual, so none may be missing."""
-    import ast
-    import inspect
-
     tree = ast.parse(inspect.getsource(OombConfig))
     body = tree.body[0].body  # type: ignore[attr-defined]
     for node, following in zip(body, [*body[1:], None], strict=True):

@@ -47,9 +47,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], str
         "--no-index",
         "--no-build-isolation",
     ]
-    result = subprocess.run(
-        [*command, "--wheel-dir", str(tmp_path), str(source)], capture_output=True, text=True
-    )
+    result = subprocess.run([*command, "--wheel-dir", str(tmp_path), str(source)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     (path,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(path) as wheel:
@@ -65,8 +63,7 @@ def shipped_files() -> set[str]:
     names |= {str(path.relative_to(ROOT / "kernels")) for path in (ROOT / "kernels").rglob("*.py")}
     for pattern in ("*.py", "*.yaml", "*.json"):
         names |= {
-            f"oomb_accel/configs/{path.relative_to(ROOT / 'configs')}"
-            for path in (ROOT / "configs").rglob(pattern)
+            f"oomb_accel/configs/{path.relative_to(ROOT / 'configs')}" for path in (ROOT / "configs").rglob(pattern)
         }
     return names
 
@@ -74,9 +71,7 @@ def shipped_files() -> set[str]:
 def test_wheel_holds_the_library_and_nothing_else(wheel_names: tuple[set[str], str]) -> None:
     names = {name for name in wheel_names[0] if ".dist-info/" not in name}
     missing, unexpected = shipped_files() - names, names - shipped_files()
-    assert not missing, (
-        f"not in the wheel (a new package belongs into [tool.setuptools] packages): {sorted(missing)}"
-    )
+    assert not missing, f"not in the wheel (a new package belongs into [tool.setuptools] packages): {sorted(missing)}"
     assert not unexpected, f"must not be in the wheel: {sorted(unexpected)}"
 
 
@@ -164,8 +159,6 @@ def test_no_file_names_a_registry_or_a_machine() -> None:
     names = [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
     assert names
     found = {
-        name: hits
-        for name in names
-        if (hits := forbidden((ROOT / name).read_bytes().decode("utf-8", errors="ignore")))
+        name: hits for name in names if (hits := forbidden((ROOT / name).read_bytes().decode("utf-8", errors="ignore")))
     }
     assert not found

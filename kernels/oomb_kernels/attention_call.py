@@ -35,9 +35,7 @@ class AttentionCall:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise ValueError(
-                f"window must be at least 1 token, got {self.window}; use window=None for no window."
-            )
+            raise ValueError(f"window must be at least 1 token, got {self.window}; use window=None for no window.")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap must be positive, got {self.softcap}; use softcap=None for none.")
         if self.segments is not None and (not self.segments or min(self.segments) < 1):

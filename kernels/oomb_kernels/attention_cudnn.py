@@ -90,8 +90,7 @@ def backward(
     num_q, num_k = q_HTD.shape[1], k_GTD.shape[1]
     q, k, v = _padded(q_HTD, k_GTD, v_GTD, call)
     dout, out = (
-        _pad_tokens(vector_aligned(token_major(x.to(q.dtype))), q.shape[1] - num_q)
-        for x in (dout_HTD, out_HTD)
+        _pad_tokens(vector_aligned(token_major(x.to(q.dtype))), q.shape[1] - num_q) for x in (dout_HTD, out_HTD)
     )
     lse_HT1 = pad(lse_HT.float(), (0, q.shape[1] - num_q)).contiguous().unsqueeze(-1)
     # What the forward returns at dropout 0, where nothing reads it.
@@ -117,9 +116,7 @@ def backward(
     return token_major(dq[0])[:, :num_q], dk[0, :, :num_k], dv[0, :, :num_k]
 
 
-def _padded(
-    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, call: AttentionCall
-) -> tuple[Tensor, Tensor, Tensor]:
+def _padded(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """q padded at its end to a multiple of 256 rows; k and v as well where the mask is causal and hides what
     is added."""
     missing = -q_HTD.shape[1] % _ROW_MULTIPLE

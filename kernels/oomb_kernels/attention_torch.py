@@ -40,9 +40,7 @@ def forward(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, call: AttentionCall) ->
     with torch.autocast(q_HTD.device.type, enabled=False):
         for rows, part in _segments(call, num_q):
             keys = rows if call.segments is not None else slice(None)
-            _forward_segment(
-                q_HTD[:, rows], k_GTD[:, keys], v_GTD[:, keys], part, out_HTD[:, rows], lse_HT[:, rows]
-            )
+            _forward_segment(q_HTD[:, rows], k_GTD[:, keys], v_GTD[:, keys], part, out_HTD[:, rows], lse_HT[:, rows])
     return out_HTD, lse_HT
 
 

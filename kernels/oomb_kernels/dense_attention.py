@@ -38,8 +38,7 @@ def choose_backend(
         raise ValueError(f"unknown attention backend {requested!r}; use one of auto, {', '.join(_BACKENDS)}.")
     simple = call.simplified(num_q, num_k)
     reasons = {
-        name: backend.refusal(device, dtype, head_dim, simple, num_q, num_k)
-        for name, backend in _BACKENDS.items()
+        name: backend.refusal(device, dtype, head_dim, simple, num_q, num_k) for name, backend in _BACKENDS.items()
     }
     possible = [name for name, reason in reasons.items() if reason is None]
     if requested == "auto" and possible:
@@ -47,11 +46,7 @@ def choose_backend(
     if requested in possible:
         return requested
     refused = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
-    remedy = (
-        f"Use backend='auto' or '{possible[0]}'."
-        if possible
-        else "Use a floating-point dtype, e.g. bfloat16."
-    )
+    remedy = f"Use backend='auto' or '{possible[0]}'." if possible else "Use a floating-point dtype, e.g. bfloat16."
     raise ValueError(
         f"attention backend {requested!r} cannot run this call.\n"
         f"{refused} (dtype {dtype}, head_dim {head_dim}, {num_q} queries, {num_k} keys, {call}).\n{remedy}"
@@ -112,9 +107,7 @@ def _prepare(
     """Checks shapes; the chosen backend and the simplified call."""
     num_q, num_k = q_HTD.shape[1], k_GTD.shape[1]
     assert k_GTD.shape == v_GTD.shape, f"k and v differ: {tuple(k_GTD.shape)}, {tuple(v_GTD.shape)}"
-    assert q_HTD.shape[0] % k_GTD.shape[0] == 0, (
-        f"{q_HTD.shape[0]} query heads over {k_GTD.shape[0]} KV heads"
-    )
+    assert q_HTD.shape[0] % k_GTD.shape[0] == 0, f"{q_HTD.shape[0]} query heads over {k_GTD.shape[0]} KV heads"
     assert call.segments is None or sum(call.segments) == num_q == num_k, (
         f"segments {call.segments} of {num_q} queries and {num_k} keys"
     )

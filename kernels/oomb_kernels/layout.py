@@ -24,8 +24,7 @@ def vector_aligned(x_HTD: Tensor) -> Tensor:
     """`x_HTD` itself when every row starts on a 16-byte border and is contiguous, else a token-major copy."""
     words = _VECTOR_BYTES // x_HTD.element_size()
     rows_aligned = all(
-        stride % words == 0 or size <= 1
-        for size, stride in zip(x_HTD.shape[:2], x_HTD.stride()[:2], strict=True)
+        stride % words == 0 or size <= 1 for size, stride in zip(x_HTD.shape[:2], x_HTD.stride()[:2], strict=True)
     )
     if x_HTD.stride(-1) == 1 and rows_aligned and x_HTD.data_ptr() % _VECTOR_BYTES == 0:
         return x_HTD

@@ -11,9 +11,7 @@ from torch import Tensor
 _TILE_ELEMENTS = 4096
 
 
-def merge_attention_reference_(
-    out_acc_HTD: Tensor, lse_acc_HT: Tensor, out_HTD: Tensor, lse_HT: Tensor
-) -> None:
+def merge_attention_reference_(out_acc_HTD: Tensor, lse_acc_HT: Tensor, out_HTD: Tensor, lse_HT: Tensor) -> None:
     """The definition, in plain torch."""
     lse_other = lse_HT.to(lse_acc_HT.dtype)
     total_HT = torch.logaddexp(lse_acc_HT, lse_other)
@@ -41,24 +39,23 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 
     lse_acc_at = lse_acc + head * lse_acc_stride_h + token * lse_acc_stride_t
     a = tl.load(lse_acc_at, mask=valid, other=float("-inf"))
-    b = tl.load(lse + head * lse_stride_h + token * lse_stride_t, mask=valid, other=float("-inf")).to(
-        tl.float32
-    )
+    b = tl.load(lse + head * lse_stride_h + token * lse_stride_t, mask=valid, other=float("-inf")).to(tl.float32)
     top = tl.maximum(a, b)
     base = tl.where(top == float("-inf"), 0.0, top)
     weight_a = tl.exp(a - base)
     weight_b = tl.exp(b - base)
     total = weight_a + weight_b
     safe = tl.where(total > 0, total, 1.0)
-    tl.store(lse_acc_at, tl.where(total > 0, base + tl.log(safe), float("-inf")), mask=valid)
 
     acc_at = out_acc + head * acc_stride_h + token[:, None] * acc_stride_t + col[None, :]
     x = tl.load(acc_at, mask=tile, other=0.0)
-    y = tl.load(
-        out + head * out_stride_h + token[:, None] * out_stride_t + col[None, :], mask=tile, other=0.0
-    )
+    y = tl.load(out + head * out_stride_h + token[:, None] * out_stride_t + col[None, :], mask=tile, other=0.0)
     merged = x * (weight_a / safe)[:, None] + y.to(tl.float32) * (weight_b / safe)[:, None]
     tl.store(acc_at, merged, mask=tile)
+    # Every warp holds all rows of this block, and the compiler may load an LSE again where it needs another
+    # layout: nobody may see the new one before all have read the old.
+    tl.debug_barrier()
+    tl.store(lse_acc_at, tl.where(total > 0, base + tl.log(safe), float("-inf")), mask=valid)
 
 
 def launch_merge_attention_(out_acc_HTD: Tensor, lse_acc_HT: Tensor, out_HTD: Tensor, lse_HT: Tensor) -> None:

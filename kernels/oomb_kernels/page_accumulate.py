@@ -103,9 +103,7 @@ def launch_accumulate_pages(
 
 
 @torch.no_grad()
-def accumulate_pages(
-    pool: Tensor, slots_GN: Tensor, dk_GTD: Tensor, dv_GTD: Tensor, *, first: bool, seed: int
-) -> None:
+def accumulate_pages(pool: Tensor, slots_GN: Tensor, dk_GTD: Tensor, dv_GTD: Tensor, *, first: bool, seed: int) -> None:
     """Adds dK and dV of whole pages to their records, or with `first` stores them without reading what lies
     there.
 
@@ -118,9 +116,7 @@ def accumulate_pages(
     """
     num_groups, num_pages = slots_GN.shape
     expected = (num_groups, num_pages * pool.shape[2], pool.shape[3])
-    assert dk_GTD.shape == dv_GTD.shape == expected, (
-        f"{tuple(dk_GTD.shape)}, {tuple(dv_GTD.shape)} for {expected}"
-    )
+    assert dk_GTD.shape == dv_GTD.shape == expected, f"{tuple(dk_GTD.shape)}, {tuple(dv_GTD.shape)} for {expected}"
     assert pool.dtype in (torch.float32, torch.bfloat16, torch.float64), f"page gradients in {pool.dtype}"
     if pool.is_cuda and pool.dtype != torch.float64:
         launch_accumulate_pages(pool, slots_GN, dk_GTD, dv_GTD, first=first, seed=seed)

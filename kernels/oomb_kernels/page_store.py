@@ -106,6 +106,4 @@ def load_pages(pool: Tensor, slots_GN: Tensor) -> tuple[Tensor, Tensor]:
 def _check_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor) -> None:
     num_groups, num_pages = slots_GN.shape
     expected = (num_groups, num_pages * pool.shape[2], pool.shape[3])
-    assert k_GTD.shape == v_GTD.shape == expected, (
-        f"{tuple(k_GTD.shape)}, {tuple(v_GTD.shape)} for {expected}"
-    )
+    assert k_GTD.shape == v_GTD.shape == expected, f"{tuple(k_GTD.shape)}, {tuple(v_GTD.shape)} for {expected}"

@@ -24,9 +24,7 @@ def token_log_probs_reference(logits_NV: Tensor, targets_N: Tensor) -> tuple[Ten
     return logp_N, lse_N
 
 
-def token_log_probs_backward_reference_(
-    logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, grad_N: Tensor
-) -> Tensor:
+def token_log_probs_backward_reference_(logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, grad_N: Tensor) -> Tensor:
     """The definition of `token_log_probs_backward_`, in plain torch, a block of rows at a time."""
     dtype = _compute_dtype(logits_NV)
     for rows in _row_blocks(logits_NV):
@@ -47,9 +45,7 @@ def _forward_kernel(logits, targets, logp, lse, num_cols, row_stride, BLOCK_V: t
     top = float("-inf")
     total = 0.0
     for start in range(0, num_cols, BLOCK_V):
-        x = tl.load(start_of_row + start + col, mask=start + col < num_cols, other=float("-inf")).to(
-            tl.float32
-        )
+        x = tl.load(start_of_row + start + col, mask=start + col < num_cols, other=float("-inf")).to(tl.float32)
         new_top = tl.maximum(top, tl.max(x, 0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * tl.exp(top - base) + tl.sum(tl.exp(x - base), 0)
@@ -90,9 +86,7 @@ def launch_token_log_probs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor
     return logp_N, lse_N
 
 
-def launch_token_log_probs_backward_(
-    logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, grad_N: Tensor
-) -> Tensor:
+def launch_token_log_probs_backward_(logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, grad_N: Tensor) -> Tensor:
     """The Triton kernel of `token_log_probs_backward_`, for logits of 16 or 32 bits."""
     num_rows, num_cols = logits_NV.shape
     assert logits_NV.stride(1) == 1

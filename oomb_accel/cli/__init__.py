@@ -1,4 +1,4 @@
-"""The command line: ``oomb <command> ...``. Each command is a module with ``main(arguments) -> exit code``."""
+"""The command line: ``oomb COMMAND ...``. Each command is a module with ``main(arguments) -> exit code``."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_guarded(command: Callable[[], int], name: str) -> int:
     """Run ``command`` and turn its errors into messages and exit codes.
 
-    An error that this package raised on purpose is for the user: its message is printed alone. Anything else is a
-    defect, here or elsewhere, and keeps its traceback.
+    An error that this package raised on purpose is for the user: its message is printed alone. Anything else
+    is a defect, here or elsewhere, and keeps its traceback.
     """
     try:
         return command()

@@ -16,7 +16,17 @@ from typing import Any
 
 from oomb_accel.progress import GIB
 
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "trl", "liger-kernel", "oomb-accel")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "accelerate",
+    "peft",
+    "deepspeed",
+    "trl",
+    "liger-kernel",
+    "oomb-accel",
+)
 USAGE = "usage: oomb env [--json]"
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations.parity import ParityReport, check_parity, check_parity_low_precision
-from oomb_accel.integrations.support import base_model_of, refusals
+from oomb_accel.integrations.support import base_model_of, model_facts, refusals
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     if reasons:
         raise ValueError("This model is not supported:\n  - " + "\n  - ".join(reasons))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    checked: nn.Module = model.to(device=device, dtype=wide)
+    checked: nn.Module = nn.Module.to(model, device=device, dtype=wide)
     if options.lora:
         checked = _with_lora(model)
     config = OombConfig(
@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--page-tokens", "--page_tokens", type=int, default=16)
     parser.add_argument("--span-tokens", "--span_tokens", type=int, default=256)
     parser.add_argument("--backend", default="auto", choices=["auto", "cudnn", "flash", "torch"])
-    parser.add_argument("--dtype", default="float32", choices=list(_DTYPES), help="bfloat16: at most twice plain's error")
+    parser.add_argument(
+        "--dtype", default="float32", choices=list(_DTYPES), help="bfloat16: at most twice plain's error"
+    )
     parser.add_argument("--lora", action="store_true", help="train LoRA on all linears instead of every parameter")
     parser.add_argument("--device", help="default: the GPU when there is one")
     parser.add_argument("--seed", type=int, default=0)
@@ -115,7 +117,7 @@ def _describe(
     lengths = ", ".join(str(len(ids)) for ids in documents)
     rule = "at most twice the error of plain bfloat16" if options.dtype == "bfloat16" else "equal up to rounding"
     return (
-        f"{type(model).__name__}, {model.config.get_text_config().num_hidden_layers} layers, {options.dtype} on {device}; "
+        f"{type(model).__name__}, {model_facts(model).num_layers} layers, {options.dtype} on {device}; "
         f"documents of {lengths} tokens in chunks of {options.chunk_tokens}, pages of {options.page_tokens}; {rule}"
     )
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from oomb_accel.attention import AttentionSettings
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations.rope import DocumentRope
-from oomb_accel.integrations.support import ModelFacts
+from oomb_accel.integrations.support import ModelFacts, checkpointed_modules
 from oomb_accel.keep import ActivationMeter
 from oomb_accel.pages import PageShape
 from oomb_accel.progress import ChunkEvent
@@ -39,10 +39,17 @@ class Attachment:
     announced: bool = False
     rope: DocumentRope = field(init=False)
     meter: ActivationMeter = field(init=False)
+    checkpointed: tuple[nn.Module, ...] = field(init=False)
+    """Modules that gradient checkpointing may be switched on for."""
+    lora_layers: tuple[nn.Module, ...] = field(init=False)
+    """Plain LoRA layers, whose input cast is redundant under autocast."""
 
     def __post_init__(self) -> None:
         self.rope = DocumentRope(self.base)
         self.meter = ActivationMeter(_activation_estimate(self.base))
+        # Found once: a walk over all modules takes milliseconds, in which the GPU would wait at every step.
+        self.checkpointed = checkpointed_modules(self.base)
+        self.lora_layers = tuple(m for m in self.model.modules() if _is_plain_lora(m))
 
     def settings(self, pass_context: Callable[[], AbstractContextManager[Any]]) -> RecurrenceSettings:
         """Settings of one step, under the caller's modes."""
@@ -90,3 +97,9 @@ def _activation_estimate(base: PreTrainedModel) -> float:
     head = base.get_output_embeddings()
     in_head = head.in_features + head.out_features if isinstance(head, nn.Linear) else 0
     return float((widths - in_head) * base.dtype.itemsize)
+
+
+def _is_plain_lora(module: nn.Module) -> bool:
+    """A LoRA layer of PEFT that casts its input; DoRA is none, since it computes with the cast input."""
+    casts = getattr(module, "cast_input_dtype_enabled", True)
+    return hasattr(module, "lora_A") and casts and not getattr(module, "lora_variant", None)

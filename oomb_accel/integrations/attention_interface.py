@@ -67,13 +67,11 @@ def _with_chunks(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 def _plain_attention(original: str, module: nn.Module) -> Callable[..., Any]:
     if original == "eager":  # each model file has its own, which knows soft-capping and the like
-        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
-    return ALL_ATTENTION_FUNCTIONS[original]  # type: ignore[no-any-return]
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[original]
 
 
-def _chunk_call(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, run: ChunkPass, **kwargs: Any
-) -> Tensor:
+def _chunk_call(module: Any, query: Tensor, key: Tensor, value: Tensor, run: ChunkPass, **kwargs: Any) -> Tensor:
     layer = module.layer_idx
     _check_call(layer, query, key, value, run, kwargs)
     if torch.is_autocast_enabled(query.device.type):
@@ -89,9 +87,7 @@ def _chunk_call(
     return out_HTD.transpose(0, 1)[None]
 
 
-def _check_call(
-    layer: int, query: Tensor, key: Tensor, value: Tensor, run: ChunkPass, kwargs: dict[str, Any]
-) -> None:
+def _check_call(layer: int, query: Tensor, key: Tensor, value: Tensor, run: ChunkPass, kwargs: dict[str, Any]) -> None:
     expected = (1, run.chunk.num_tokens)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if (tensor.shape[0], tensor.shape[2]) != expected:

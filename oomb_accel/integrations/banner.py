@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from oomb_kernels import AttentionCall, choose_backend
 from torch import nn
 
 from oomb_accel.integrations.attachment import Attachment, attachment_of
 from oomb_accel.integrations.rope import describe_rope
+from oomb_kernels import AttentionCall, choose_backend
 
 
 def banner(model: nn.Module) -> str:

@@ -13,7 +13,7 @@ class LogitsNotKept(AttributeError):
 
 
 @dataclass
-class OombOutput(ModelOutput):  # type: ignore[misc]
+class OombOutput(ModelOutput):
     """Loss and log-probabilities of one micro-batch.
 
     Attributes:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oomb_accel.config import OombConfig
+from oomb_accel.integrations.rope import forget_length
 from oomb_accel.integrations.support import base_model_of
 from oomb_accel.integrations.transformers import attach, disable
 
@@ -116,7 +117,11 @@ def compare(truth: _Result, other: _Result) -> ParityReport:
         ),
     ]
     rows += [
-        ParityRow(f"gradient of {name}", _relative(other.gradients[name], grad, NEGLIGIBLE * largest), GRADIENT_LIMIT)
+        ParityRow(
+            f"gradient of {name}",
+            _relative(other.gradients[name], grad, NEGLIGIBLE * largest),
+            GRADIENT_LIMIT,
+        )
         for name, grad in truth.gradients.items()
     ]
     return ParityReport(tuple(rows))
@@ -158,12 +163,11 @@ def _reference(model: nn.Module, documents: list[Tensor]) -> _Result:
     ]
     embedding_gradients = torch.autograd.grad(torch.cat(through_embeds).mean(), embeds)
     model.zero_grad()
-    return _Result(
-        loss.detach(), torch.cat(losses).detach(), gradients, torch.cat([g[0] for g in embedding_gradients])
-    )
+    return _Result(loss.detach(), torch.cat(losses).detach(), gradients, torch.cat([g[0] for g in embedding_gradients]))
 
 
 def _plain_token_losses(model: nn.Module, ids: Tensor, **inputs: Tensor) -> Tensor:
+    forget_length(model)
     logits = model(**inputs, use_cache=False).logits[0, :-1]
     wide = torch.promote_types(logits.dtype, torch.float32)
     return nn.functional.cross_entropy(logits.to(wide), ids[1:], reduction="none")
@@ -191,9 +195,7 @@ def _chunked(model: nn.Module, config: OombConfig, documents: list[Tensor]) -> _
         disable(model)
     targets = torch.zeros_like(mask_BL)
     targets[:, :-1] = mask_BL[:, 1:]
-    return _Result(
-        output.loss.detach(), -output.log_probs.detach()[targets], gradients, embeds_grad[mask_BL]
-    )
+    return _Result(output.loss.detach(), -output.log_probs.detach()[targets], gradients, embeds_grad[mask_BL])
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -118,6 +118,14 @@ class DocumentRope:
         return by_document
 
 
+def forget_length(base: nn.Module) -> None:
+    """Put dynamic RoPE back to its state before the first call: it remembers the longest call so far."""
+    for module in base.modules():
+        kind = getattr(module, "rope_type", None)
+        if _depends_on_length(kind):
+            _forget_length(module, module.inv_freq.device)  # type: ignore[arg-type]
+
+
 def _depends_on_length(kind: object) -> bool:
     return isinstance(kind, str) and any(name in kind for name in _BY_LENGTH)
 

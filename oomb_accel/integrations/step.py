@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -20,20 +20,21 @@ from oomb_accel.integrations.support import check_checkpointing
 from oomb_accel.keep import chunks_to_keep, free_bytes
 from oomb_accel.loss import target_log_probs
 from oomb_accel.pages import PagedKVCache
-from oomb_accel.recurrence import run_recurrence
+from oomb_accel.recurrence import ChunkModel, run_recurrence
 
 _FULL_OUTPUTS = ("output_attentions", "output_hidden_states", "past_key_values")
-_BATCH_KEYS = frozenset(
-    "input_ids inputs_embeds attention_mask position_ids labels shift_labels cu_seq_lens_q cu_seq_lens_k "
-    "max_length_q max_length_k seq_idx num_items_in_batch num_targets use_cache return_dict cache_position".split()
-)
+_BATCH_KEYS = {
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
+    *("num_items_in_batch", "num_targets", "use_cache", "return_dict", "cache_position"),
+}
 
 
 def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | tuple[Tensor, ...]:
     """The chunked step: batch to stream, recurrence, loss."""
     _check_request(batch)
     if state.model.training:
-        check_checkpointing(state.base)
+        check_checkpointing(state.checkpointed)
     tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
     device = tokens.device
     stream = build_stream(
@@ -55,7 +56,11 @@ def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | tuple
 
 
 def _log_probs(
-    state: Attachment, batch: dict[str, Any], stream: Stream, parameters: list[nn.Parameter], device: torch.device
+    state: Attachment,
+    batch: dict[str, Any],
+    stream: Stream,
+    parameters: list[nn.Parameter],
+    device: torch.device,
 ) -> Tensor:
     embeds_1TD = None
     if batch.get("inputs_embeds") is not None:
@@ -64,7 +69,7 @@ def _log_probs(
         _chunk_model(state, batch, stream),
         stream.schedule,
         PagedKVCache(state.page_shape(), stream.schedule, device),
-        state.settings(_caller_modes(state.model, device)),
+        state.settings(_caller_modes(state, device)),
         parameters=parameters,
         embeds_1TD=embeds_1TD,
         kept_chunks=_kept_chunks(state, stream, device),
@@ -72,9 +77,7 @@ def _log_probs(
     )
 
 
-def _chunk_model(
-    state: Attachment, batch: dict[str, Any], stream: Stream
-) -> Callable[[ChunkPass, Tensor | None], Tensor]:
+def _chunk_model(state: Attachment, batch: dict[str, Any], stream: Stream) -> ChunkModel:
     """The model as the recurrence sees it: the original forward on one chunk, its head on targets only."""
     ids_1T = None
     if batch.get("input_ids") is not None:
@@ -108,7 +111,7 @@ def _chunk_model(
     return run_chunk
 
 
-def _caller_modes(model: nn.Module, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """The caller's autocast, captured now and entered around every pass: passes of the backward sweep run in
     autograd's own thread, where thread-local modes are not set."""
     enabled = torch.is_autocast_enabled(device.type)
@@ -120,30 +123,23 @@ def _caller_modes(model: nn.Module, device: torch.device) -> Callable[[], Abstra
             if enabled:
                 # No cache: a weight cast without a graph must not serve a pass that needs one.
                 stack.enter_context(torch.autocast(device.type, dtype, cache_enabled=False))
-                stack.enter_context(_without_adapter_casts(model))
+                stack.enter_context(_without_input_casts(state.lora_layers))
             yield
 
     return modes
 
 
 @contextmanager
-def _without_adapter_casts(model: nn.Module) -> Iterator[None]:
+def _without_input_casts(lora_layers: Iterable[Any]) -> Iterator[None]:
     """PEFT casts the input of each LoRA layer to the adapter's fp32, and autocast casts it back: the same values,
-    three times the memory traffic. Off for plain LoRA; DoRA computes with the cast input, so it keeps it."""
-    layers = [
-        module
-        for module in model.modules()
-        if hasattr(module, "lora_A")
-        and getattr(module, "cast_input_dtype_enabled", True)
-        and not getattr(module, "lora_variant", None)
-    ]
-    for layer in layers:
-        layer.cast_input_dtype_enabled = False  # type: ignore[assignment]
+    three times the memory traffic."""
+    for layer in lora_layers:
+        layer.cast_input_dtype_enabled = False
     try:
         yield
     finally:
-        for layer in layers:
-            layer.cast_input_dtype_enabled = True  # type: ignore[assignment]
+        for layer in lora_layers:
+            layer.cast_input_dtype_enabled = True
 
 
 def _kept_chunks(state: Attachment, stream: Stream, device: torch.device) -> frozenset[int]:
@@ -167,7 +163,7 @@ def _compute_dtype(base: PreTrainedModel, device: torch.device) -> torch.dtype:
     return base.dtype
 
 
-def _normaliser(batch: dict[str, Any], stream: Stream) -> float | Tensor:
+def _normaliser(batch: dict[str, Any], stream: Stream) -> Any:
     """Number of targets of the whole step.
 
     ``num_targets`` is taken as it is. ``num_items_in_batch`` comes from transformers' Trainer, which counts
@@ -175,9 +171,9 @@ def _normaliser(batch: dict[str, Any], stream: Stream) -> float | Tensor:
     or of left-padded rows, labels on padding) is taken off.
     """
     if batch.get("num_targets") is not None:
-        return batch["num_targets"]  # type: ignore[no-any-return]
+        return batch["num_targets"]
     if batch.get("num_items_in_batch") is not None:
-        return batch["num_items_in_batch"] - stream.overcount  # type: ignore[no-any-return]
+        return batch["num_items_in_batch"] - stream.overcount
     return stream.num_targets
 
 
@@ -204,7 +200,9 @@ def _check_request(batch: dict[str, Any]) -> None:
             "logits_to_keep has no meaning with labels here: full logits are never made.\n"
             "  Leave it out; outputs.log_probs has the log-probability of each target."
         )
-    unknown = [key for key, value in batch.items() if key not in _BATCH_KEYS and value is not None and value is not False]
+    unknown = [
+        key for key, value in batch.items() if key not in _BATCH_KEYS and value is not None and value is not False
+    ]
     unknown = [key for key in unknown if key not in _FULL_OUTPUTS and key != "logits_to_keep"]
     if unknown:
         raise ValueError(

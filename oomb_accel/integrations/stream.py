@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -60,9 +61,7 @@ class Stream:
         return self.schedule.num_targets
 
 
-def build_stream(
-    batch: Mapping[str, Any], *, chunk_tokens: int, page_tokens: int, device: torch.device
-) -> Stream:
+def build_stream(batch: Mapping[str, Any], *, chunk_tokens: int, page_tokens: int, device: torch.device) -> Stream:
     """Find documents and targets of a batch and cut them into chunks.
 
     Args:
@@ -96,9 +95,7 @@ def build_stream(
     token_index = _joined(indices)
     target_index = token_index[target_rows]
     _warn_of_rows_without_targets(documents, shifted, target_index)
-    schedule = ChunkSchedule.build(
-        lengths, target_rows.tolist(), chunk_tokens=chunk_tokens, page_tokens=page_tokens
-    )
+    schedule = ChunkSchedule.build(lengths, target_rows.tolist(), chunk_tokens=chunk_tokens, page_tokens=page_tokens)
     return Stream(
         schedule=schedule,
         document_tokens=tuple(full_lengths),
@@ -148,8 +145,7 @@ def find_documents(batch: Mapping[str, Any]) -> list[Document]:
     documents: list[Document] = []
     for row in range(num_rows):
         inside = {
-            name: [int(c) for c in borders[row] if begins[row] < c < ends[row]]
-            for name, borders in encodings.items()
+            name: [int(c) for c in borders[row] if begins[row] < c < ends[row]] for name, borders in encodings.items()
         }
         names = list(inside)
         for other in names[1:]:
@@ -160,7 +156,7 @@ def find_documents(batch: Mapping[str, Any]) -> list[Document]:
                     "  Pass one of them only, or make them agree."
                 )
         cuts = [int(begins[row]), *(inside[names[0]] if names else []), int(ends[row])]
-        documents += [Document(row, a, b) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+        documents += [Document(row, a, b) for a, b in pairwise(cuts) if b > a]
     return documents
 
 
@@ -262,9 +258,7 @@ def _borders_from_positions(
     return borders
 
 
-def _borders_from_lengths(
-    batch: Mapping[str, Any], name: str, num_rows: int, num_columns: int
-) -> list[Ints] | None:
+def _borders_from_lengths(batch: Mapping[str, Any], name: str, num_rows: int, num_columns: int) -> list[Ints] | None:
     if batch.get(name) is None:
         return None
     cumulative = _host(batch[name]).reshape(-1)

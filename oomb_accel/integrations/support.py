@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,8 @@ def base_model_of(model: nn.Module) -> PreTrainedModel:
     Raises:
         ValueError: neither of the two.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = getattr(model, "get_base_model", None)
+    base = model if inner is None else inner()
     if not isinstance(base, PreTrainedModel):
         raise ValueError(
             f"{type(model).__name__} is not a transformers model.\n"
@@ -84,10 +86,7 @@ def refusals(model: nn.Module, base: PreTrainedModel) -> list[str]:
     """
     config = base.config.get_text_config()
     reasons = []
-    if (
-        "logits_to_keep" not in inspect.signature(base.forward).parameters
-        or base.get_output_embeddings() is None
-    ):
+    if "logits_to_keep" not in inspect.signature(base.forward).parameters or base.get_output_embeddings() is None:
         reasons.append(
             f"{type(base).__name__} is not a causal language model with a head (no logits_to_keep in its forward). "
             "Load it with AutoModelForCausalLM."
@@ -99,9 +98,7 @@ def refusals(model: nn.Module, base: PreTrainedModel) -> list[str]:
         )
     for index, kind in enumerate(getattr(config, "layer_types", None) or []):
         if kind not in _ATTENDS_TO_EVERYTHING | _ATTENDS_IN_WINDOW:
-            reasons.append(
-                f"Layer {index} is of type {kind!r}; only full and sliding attention are supported."
-            )
+            reasons.append(f"Layer {index} is of type {kind!r}; only full and sliding attention are supported.")
             break
     if getattr(config, "attention_dropout", 0.0):
         reasons.append(
@@ -123,20 +120,23 @@ def refusals(model: nn.Module, base: PreTrainedModel) -> list[str]:
     return reasons
 
 
-def check_checkpointing(base: PreTrainedModel) -> None:
+def checkpointed_modules(base: PreTrainedModel) -> tuple[nn.Module, ...]:
+    """Modules that gradient checkpointing can be switched on for, now or later."""
+    return tuple(module for module in base.modules() if hasattr(module, "gradient_checkpointing"))
+
+
+def check_checkpointing(modules: Iterable[nn.Module]) -> None:
     """Refuse reentrant gradient checkpointing, which trains silently wrong inside nested passes.
 
     Raises:
         ValueError: reentrant checkpointing is switched on.
     """
-    for name, module in base.named_modules():
+    for module in modules:
         function = getattr(module, "_gradient_checkpointing_func", None)
-        if not getattr(module, "gradient_checkpointing", False) or function is None:
-            continue
-        if getattr(function, "keywords", {}).get("use_reentrant", False):
+        if module.gradient_checkpointing and getattr(function, "keywords", {}).get("use_reentrant", False):
             raise ValueError(
-                f"Reentrant gradient checkpointing is on ({name}); its gradients would be wrong here.\n"
-                "  Chunks already bound the activations, so checkpointing is rarely needed.\n"
+                f"Reentrant gradient checkpointing is on ({type(module).__name__}); its gradients would be wrong "
+                "here.\n  Chunks already bound the activations, so checkpointing is rarely needed.\n"
                 "  Turn it off, or pass gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
 

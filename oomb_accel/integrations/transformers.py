@@ -63,15 +63,18 @@ def enable(
     return model
 
 
-def attach(
-    model: nn.Module, config: OombConfig, *, on_progress: Callable[[ChunkEvent], None] | None = None
-) -> None:
+def attach(model: nn.Module, config: OombConfig, *, on_progress: Callable[[ChunkEvent], None] | None = None) -> None:
     """Switch on without asking whether the model is supported: for ``enable`` and for the parity check."""
     base = base_model_of(model)
     if on_progress is None and config.progress is not False:
         on_progress = ProgressLine(force=config.progress is True)
     state = Attachment(
-        model=model, base=base, config=config, facts=model_facts(base), forward=model.forward, on_chunk=on_progress
+        model=model,
+        base=base,
+        config=config,
+        facts=model_facts(base),
+        forward=model.forward,
+        on_chunk=on_progress,
     )
     state.own_forward = "forward" in vars(model)
     base.set_attn_implementation(attention_interface.register(base.config._attn_implementation))
@@ -84,12 +87,13 @@ def disable(model: nn.Module) -> None:
     state: Attachment | None = getattr(model, STATE, None)
     if state is None:
         return
+    own_forward, forward = state.own_forward, state.forward
     state.active = False  # whoever wrapped our forward meanwhile gets a plain one
     state.rope.remove()
     state.base.set_attn_implementation(attention_interface.original_of(state.base.config._attn_implementation))
-    if getattr(vars(model).get("forward"), STATE, None) is state:
-        if state.own_forward:
-            model.forward = state.forward
+    if getattr(vars(model).get("forward"), STATE, None) is state:  # nobody has wrapped our forward
+        if own_forward:
+            model.forward = forward
         else:
             del model.forward
     delattr(model, STATE)

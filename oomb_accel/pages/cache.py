@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from oomb_kernels import accumulate_pages, load_pages, store_pages
 from torch import Tensor
 
 from oomb_accel.pages.mover import NullMover, PageMover
 from oomb_accel.pages.pool import PagePool
 from oomb_accel.pages.table import PageTable
 from oomb_accel.schedule import Chunk, ChunkSchedule, PageRange
+from oomb_kernels import accumulate_pages, load_pages, store_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,9 @@ class PageShape:
 class PagedKVCache:
     """Pages of one stream, for one forward and one backward sweep.
 
-    Both pools are sized exactly by the schedule and come into being with the first page or gradient. A page takes a gradient slot at its first contribution, which is stored; later ones are added. A page
-    without a slot has a zero gradient, and no uninitialised slot is ever read.
+    Both pools are sized exactly by the schedule and come into being with the first page or gradient. A page takes
+    a gradient slot at its first contribution, which is stored; later ones are added. A page without a slot has
+    a zero gradient, and no uninitialised slot is ever read.
     """
 
     def __init__(
@@ -93,9 +94,7 @@ class PagedKVCache:
         self._mover.fetch(layer, pages)
         return load_pages(self._values.pool.storage, self._values.device_slots(layer, pages))
 
-    def add_gradients(
-        self, layer: int, pages: PageRange, dk_GTD: Tensor, dv_GTD: Tensor, *, seed: int
-    ) -> None:
+    def add_gradients(self, layer: int, pages: PageRange, dk_GTD: Tensor, dv_GTD: Tensor, *, seed: int) -> None:
         """Add what a later chunk owes to these pages.
 
         Args:
@@ -152,9 +151,7 @@ class PagedKVCache:
         return _Pages(
             PageTable(shape.num_layers, shape.num_kv_heads, self._num_pages, self._num_slots),
             PagePool(self._num_slots, shape.page_tokens, shape.head_dim, dtype, self._device),
-            torch.empty(
-                shape.num_layers, self._num_pages, shape.num_kv_heads, dtype=torch.int32, device=self._device
-            ),
+            torch.empty(shape.num_layers, self._num_pages, shape.num_kv_heads, dtype=torch.int32, device=self._device),
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 
@@ -59,8 +61,4 @@ class PageTable:
         """These pages as maximal runs that all have a slot (True) or all have none (False)."""
         held = self._slots[layer, pages.first : pages.end, 0] != NO_SLOT
         cuts = [0, *(np.flatnonzero(held[1:] != held[:-1]) + 1).tolist(), len(pages)]
-        return [
-            (PageRange(pages.first + a, pages.first + b), bool(held[a]))
-            for a, b in zip(cuts, cuts[1:], strict=False)
-            if b > a
-        ]
+        return [(PageRange(pages.first + a, pages.first + b), bool(held[a])) for a, b in pairwise(cuts) if b > a]

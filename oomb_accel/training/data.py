@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +18,7 @@ IGNORED = -100
 """Label of a token that is no target."""
 
 TABLE_SUFFIXES = (".json", ".csv", ".tsv", ".parquet", ".arrow")
-ROW_EXAMPLE = (
-    '{"text": "..."}, {"prompt": "...", "completion": "..."}, {"messages": [...]} or {"input_ids": [...]}'
-)
+ROW_EXAMPLE = '{"text": "..."}, {"prompt": "...", "completion": "..."}, {"messages": [...]} or {"input_ids": [...]}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,8 @@ def load_corpus(recipe: Recipe, tokenizer: Any) -> Corpus:
             (5 MB in 4 s on one core), and cutting a text first could change tokens at the cuts.
 
     Raises:
-        ValueError: nothing to read, a row that is not understood, no targets at all, or a document that is too long.
+        ValueError: nothing to read, a row that is not understood, no targets at all, or a document that
+            is too long.
     """
     path = Path(recipe.data_path)
     corpus = Corpus()
@@ -111,7 +111,7 @@ def collate(documents: Sequence[Document], pad_token_id: int) -> dict[str, torch
 
 
 def last_tokens_batch(document: Document, num_tokens: int) -> dict[str, torch.Tensor]:
-    """The whole document as context, with only its last ``num_tokens`` targets; shapes as in :func:`collate`."""
+    """The whole document as context, only its last ``num_tokens`` as targets; shapes as in :func:`collate`."""
     labels = document.labels.clone()
     labels[: max(len(labels) - num_tokens, 0)] = IGNORED
     return collate([Document(document.name, document.input_ids, labels)], pad_token_id=0)
@@ -141,7 +141,8 @@ def _limit(document: Document, recipe: Recipe, notes: list[str]) -> list[Documen
         return [document]
     if recipe.truncation == "error":
         raise ValueError(
-            f"{document.name} is longer than max_length.\n  It has {length:,} tokens; max_length is {limit:,}.\n"
+            f"{document.name} is longer than max_length.\n"
+            f"  It has {length:,} tokens; max_length is {limit:,}.\n"
             f"  Set max_length={length}, or truncation to start, end or split."
         )
     if recipe.truncation == "split":
@@ -152,9 +153,7 @@ def _limit(document: Document, recipe: Recipe, notes: list[str]) -> list[Documen
             for index, start in enumerate(cuts, start=1)
         ]
     notes.append(f"{document.name}: kept the {recipe.truncation}, {limit:,} of {length:,} tokens")
-    return [
-        document.part(0, limit) if recipe.truncation == "start" else document.part(length - limit, length)
-    ]
+    return [document.part(0, limit) if recipe.truncation == "start" else document.part(length - limit, length)]
 
 
 def _drop_untrained(corpus: Corpus) -> None:
@@ -213,7 +212,8 @@ def _read_folder(folder: Path, notes: list[str]) -> str:
     notes.append(f"{folder}: one document of {len(parts)} files; skipped {skipped} that are not UTF-8 text")
     if not parts:
         raise ValueError(
-            f"The folder {str(folder)!r} holds no text.\n  Skipped {skipped} files; hidden ones are not read.\n"
+            f"The folder {str(folder)!r} holds no text.\n"
+            f"  Skipped {skipped} files; hidden ones are not read.\n"
             "  Set data_path to a folder with UTF-8 text files."
         )
     return "\n".join(parts)
@@ -283,7 +283,8 @@ def _ready_document(name: str, row: dict[str, Any]) -> Document:
             )
     if labels is not None and len(labels) != len(ids):
         raise ValueError(
-            f"{name}: labels and input_ids differ in length.\n  Got {len(labels)} labels for {len(ids)} ids.\n"
+            f"{name}: labels and input_ids differ in length.\n"
+            f"  Got {len(labels)} labels for {len(ids)} ids.\n"
             "  Give one label per token, not shifted; -100 where a token is no target."
         )
     return _document(name, ids, labels)
@@ -293,10 +294,11 @@ def _chat_document(name: str, row: dict[str, Any], tokenizer: Any) -> Document:
     """All tokens are targets, unless the chat template marks what the assistant said."""
     if not tokenizer.chat_template:
         raise ValueError(
-            f"{name} holds messages, but the tokenizer has no chat template.\n  Got {type(tokenizer).__name__} without one.\n"
+            f"{name} holds messages, but the tokenizer has no chat template.\n"
+            f"  Got {type(tokenizer).__name__} without one.\n"
             "  Use an instruct model, or rows with prompt and completion."
         )
-    marks = "generation" in str(tokenizer.chat_template).replace("add_generation_prompt", "")
+    marks = re.search(r"{%-?\s*generation\b", str(tokenizer.chat_template)) is not None
     try:
         encoded = tokenizer.apply_chat_template(
             row["messages"], tools=row.get("tools"), return_dict=True, return_assistant_tokens_mask=marks
@@ -304,7 +306,8 @@ def _chat_document(name: str, row: dict[str, Any], tokenizer: Any) -> Document:
     except Exception as error:  # a template is a program of its own; whatever it raises is about this row
         raise ValueError(
             f"{name}: the chat template does not take these messages.\n  {type(error).__name__}: {error}\n"
-            '  Use messages like [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
+            '  Use messages like [{"role": "user", "content": "..."}, '
+            '{"role": "assistant", "content": "..."}].'
         ) from error
     ids: list[int] = encoded["input_ids"]
     if not marks:

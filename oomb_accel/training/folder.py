@@ -14,7 +14,15 @@ import yaml
 from oomb_accel.training.recipe import Recipe
 
 METRICS, RECIPE, SUMMARY = "metrics.jsonl", "resolved_recipe.yaml", "summary.json"
-PRODUCTS = (METRICS, RECIPE, SUMMARY, "checkpoint-*", "adapter_*", "model*.safetensors", "model.safetensors.index.json")
+PRODUCTS = (
+    METRICS,
+    RECIPE,
+    SUMMARY,
+    "checkpoint-*",
+    "adapter_*",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+)
 """What a run leaves and a replacing run removes; other files in the folder are not touched."""
 
 
@@ -57,7 +65,7 @@ class RunFolder:
             )
 
     def start(self) -> None:
-        """Make the folder, remove the run that it replaces, and save the resolved recipe. Later calls do nothing."""
+        """Make the folder, remove the run it replaces, save the resolved recipe; later calls do nothing."""
         if self._started:
             return
         self._started = True
@@ -68,7 +76,7 @@ class RunFolder:
         self._replace(RECIPE, lambda path: path.write_text(text, encoding="utf-8"))
 
     def log(self, row: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl: a single write, complete also when the process is killed behind it."""
+        """Append one line to metrics.jsonl, in a single write: a kill behind it cannot lose it."""
         line = (json.dumps(row) + "\n").encode()
         handle = os.open(self.path / METRICS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:

@@ -11,7 +11,7 @@ def learning_rate_factor(
 ) -> float:
     """Factor on the learning rate in optimizer step ``step``, counted from 0.
 
-    It rises over ``warmup_steps``, the first step already being above 0, and then falls towards 0 after the last step.
+    It rises over ``warmup_steps``, the first step being above 0 already, and would reach 0 behind the last one.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
@@ -24,9 +24,9 @@ import oomb_accel
 from oomb_accel.progress import GIB, ProgressLine, host_bytes
 from oomb_accel.training.data import Corpus, check_vocabulary, collate, last_tokens_batch, load_corpus
 from oomb_accel.training.folder import METRICS, RunFolder
+from oomb_accel.training.learning_rate import learning_rate_factor
 from oomb_accel.training.model import add_adapters, apply_liger, load_model, load_tokenizer
 from oomb_accel.training.recipe import Recipe
-from oomb_accel.training.learning_rate import learning_rate_factor
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,7 +76,8 @@ class Run:
 def train(recipe: Recipe) -> Summary:
     """Fine-tune as the recipe says.
 
-    Writes nothing before the first step has succeeded. A run that fails or is interrupted keeps what it has saved.
+    Writes nothing before the first step has succeeded. A run that fails or is interrupted keeps what it has
+    saved.
 
     Returns: the summary, which is also in ``output_dir/summary.json``.
 
@@ -131,7 +132,7 @@ def _prepare(recipe: Recipe) -> Run:
         weight_decay=recipe.weight_decay,
         fused=accelerator.device.type == "cuda",
     )
-    loader = DataLoader(
+    loader: Any = DataLoader(
         corpus.documents,  # type: ignore[arg-type]  # a list is a map-style dataset
         batch_size=recipe.per_device_train_batch_size,
         shuffle=True,
@@ -142,18 +143,19 @@ def _prepare(recipe: Recipe) -> Run:
     per_epoch = math.ceil(len(loader) / recipe.gradient_accumulation_steps)
     num_steps = recipe.max_steps or per_epoch * (recipe.num_train_epochs or 1)
     factor = partial(
-        learning_rate_factor, kind=recipe.lr_scheduler_type, warmup_steps=recipe.warmup_steps, num_steps=num_steps
+        learning_rate_factor,
+        kind=recipe.lr_scheduler_type,
+        warmup_steps=recipe.warmup_steps,
+        num_steps=num_steps,
     )
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, factor))
-    return Run(
-        recipe, accelerator, model, tokenizer, corpus, loader, optimizer, scheduler, folder, line, num_steps
-    )
+    return Run(recipe, accelerator, model, tokenizer, corpus, loader, optimizer, scheduler, folder, line, num_steps)
 
 
 def _precision(recipe: Recipe) -> str:
     if recipe.mixed_precision != "auto":
         return recipe.mixed_precision
-    return "bf16" if torch.cuda.is_available() else "no"
+    return "bf16" if PartialState().device.type == "cuda" else "no"
 
 
 def _steps(run: Run) -> Iterator[tuple[int, list[dict[str, torch.Tensor]]]]:
@@ -169,7 +171,7 @@ def _steps(run: Run) -> Iterator[tuple[int, list[dict[str, torch.Tensor]]]]:
 
 
 def _one_step(run: Run, step: int, epoch: int, batches: list[dict[str, torch.Tensor]]) -> None:
-    """Forward, backward and update over the micro-batches of one optimizer step; every target weighs the same."""
+    """Forward, backward and update over the micro-batches of one step; every target weighs the same."""
     accelerator, recipe, summary = run.accelerator, run.recipe, run.summary
     started = time.perf_counter()
     run.line.prefix = f"step {step}/{run.num_steps} | "
@@ -188,7 +190,8 @@ def _one_step(run: Run, step: int, epoch: int, batches: list[dict[str, torch.Ten
         raise RuntimeError(
             f"Step {step} gave no finite number; the weights of step {step - 1} are unharmed.\n"
             f"  Got loss {loss_value} and gradient norm {norm_value}.\n"
-            f"  Set a lower learning_rate, for example {recipe.learning_rate / 10:g}, or torch_dtype: float32."
+            f"  Set a lower learning_rate, for example {recipe.learning_rate / 10:g}, "
+            "or torch_dtype: float32."
         )
     learning_rate = run.scheduler.get_last_lr()[0]
     run.optimizer.step()
@@ -222,7 +225,7 @@ def _one_step(run: Run, step: int, epoch: int, batches: list[dict[str, torch.Ten
 
 
 def _normaliser(recipe: Recipe, targets: int) -> dict[str, int]:
-    """The step's number of targets, under the name that the model takes: ours, or transformers' when we are off."""
+    """The step's number of targets, under our name, or under transformers' own when we are off."""
     return {"num_targets" if recipe.oomb.enabled else "num_items_in_batch": max(targets, 1)}
 
 
@@ -291,14 +294,16 @@ def _measure_memory(run: Run) -> None:
 
 def _header(run: Run) -> str:
     """What is about to run."""
-    parameters = list(run.model.parameters())
-    trained, total = (sum(p.numel() for p in some) for some in (_trainable(run.model), parameters))
     lengths = [len(document.input_ids) for document in run.corpus.documents]
+    documents = "1 document" if len(lengths) == 1 else f"{len(lengths)} documents"
+    model = run.accelerator.unwrap_model(run.model)
+    trained, total = (sum(p.numel() for p in some) for some in (_trainable(model), model.parameters()))
+    off = f"oomb_accel off (oomb.enabled: false), {trained:,} of {total:,} parameters trainable"
     lines = [
-        oomb_accel.banner(run.accelerator.unwrap_model(run.model)) if run.recipe.oomb.enabled else "oomb: off",
-        f"trained parameters: {trained:,} of {total:,}; device {run.accelerator.device}, "
+        oomb_accel.banner(model) if run.recipe.oomb.enabled else off,
+        f"device {run.accelerator.device}, weights {next(model.parameters()).dtype}, "
         f"mixed precision {run.accelerator.mixed_precision}",
-        f"data: {len(lengths)} documents, {sum(lengths):,} tokens, longest {max(lengths):,}",
+        f"data: {documents}, {sum(lengths):,} tokens, longest {max(lengths):,}",
         *(f"  {note}" for note in run.corpus.notes),
         f"steps: {run.num_steps} of {run.recipe.per_device_train_batch_size} x "
         f"{run.recipe.gradient_accumulation_steps} documents on {run.accelerator.num_processes} device(s)",
@@ -335,9 +340,7 @@ def _closing(run: Run) -> str:
         lines.append(f"model: AutoModelForCausalLM.from_pretrained({folder})")
     else:
         base = json.dumps(recipe.model_name_or_path)
-        lines.append(
-            f"adapter: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}), {folder})"
-        )
+        lines.append(f"adapter: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}), {folder})")
         if recipe.rope_parameters is not None:
             lines.append("  load the base with the same rope_parameters as in this recipe")
     return "\n".join(lines)

@@ -18,7 +18,7 @@ def load_model(recipe: Recipe) -> nn.Module:
     """The model of a recipe in host memory, with its RoPE overrides; all parameters trainable.
 
     Raises:
-        ValueError: neither a model folder nor a model that the hub serves, or RoPE settings that do not fit it.
+        ValueError: no model folder and no model that the hub serves, or RoPE settings that do not fit it.
     """
     name = recipe.model_name_or_path
     _check_folder(name)
@@ -61,11 +61,13 @@ def override_rope(config: Any, override: dict[str, Any]) -> None:
     current = getattr(config, "rope_parameters", None)
     if not current:
         raise ValueError(
-            f"rope_parameters cannot be set for this model.\n  {type(config).__name__} has none.\n  Leave rope_parameters out."
+            f"rope_parameters cannot be set for this model.\n  {type(config).__name__} has none.\n"
+            "  Leave rope_parameters out."
         )
     if any(isinstance(value, dict) for value in current.values()):
         raise ValueError(
-            f"{type(config).__name__} has RoPE settings for each kind of layer.\n  Got kinds {', '.join(current)}.\n"
+            f"{type(config).__name__} has RoPE settings for each kind of layer.\n"
+            f"  Got kinds {', '.join(current)}.\n"
             "  Edit rope_parameters in the model's config.json instead."
         )
     if override.get("rope_type", "default") != "default":
@@ -103,18 +105,17 @@ def add_adapters(model: nn.Module, recipe: Recipe) -> nn.Module:
         use_dora=recipe.use_dora,
         revision=recipe.revision,
     )
-    linears = {
-        name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
+    linears = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     wanted = recipe.lora_target_modules
     missing = [] if wanted == "all-linear" else [name for name in wanted if not _has_module(model, name)]
     missing += [name for name in recipe.lora_modules_to_save or [] if not _has_module(model, name)]
     if missing:
         raise ValueError(
-            f"The model has no module called {missing[0]!r}.\n  Its linear layers are {', '.join(sorted(linears))}.\n"
+            f"The model has no module called {missing[0]!r}.\n"
+            f"  Its linear layers are {', '.join(sorted(linears))}.\n"
             "  Set lora_target_modules to some of them, or to all-linear."
         )
-    return get_peft_model(model, config)  # type: ignore[arg-type]
+    return get_peft_model(model, config)
 
 
 def apply_liger(model: nn.Module, recipe: Recipe, device: torch.device) -> bool:
@@ -151,7 +152,7 @@ def _liger_obstacle(model: nn.Module, device: torch.device) -> str | None:
 
 def _load_dtype(recipe: Recipe) -> str | torch.dtype:
     if recipe.torch_dtype != "auto":
-        return getattr(torch, recipe.torch_dtype)  # type: ignore[no-any-return]
+        return getattr(torch, recipe.torch_dtype)
     # AdamW's steps are smaller than the spacing of bf16 weights: full fine-tuning needs fp32 ones.
     return "auto" if recipe.lora_r > 0 else torch.float32
 
@@ -159,7 +160,8 @@ def _load_dtype(recipe: Recipe) -> str | torch.dtype:
 def _load_error(name: str, error: Exception) -> ValueError:
     return ValueError(
         f"The model {name!r} cannot be loaded.\n  {error}\n"
-        "  Set model_name_or_path to a folder with config.json and weights, or to a hub id that is reachable from here."
+        "  Set model_name_or_path to a folder with config.json and weights, "
+        "or to a hub id that is reachable from here."
     )
 
 
@@ -171,7 +173,8 @@ def _check_folder(name: str) -> None:
         state = "has no config.json" if path.is_dir() else "is not a folder"
         raise ValueError(
             f"The model {name!r} cannot be loaded.\n  {path.absolute()} {state}.\n"
-            "  Set model_name_or_path to a model folder or a hub id; launch/prepare_demo.py makes a small model."
+            "  Set model_name_or_path to a model folder or a hub id; "
+            "launch/prepare_demo.py makes a small model."
         )
 
 

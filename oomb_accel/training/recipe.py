@@ -1,4 +1,4 @@
-"""A recipe: every setting of one fine-tuning run, flat, under the names that users of TRL and axolotl type."""
+"""A recipe: every setting of one fine-tuning run, under the names that users of TRL and axolotl type."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Recipe:
     """Branch, tag or commit of a hub model."""
 
     torch_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the weights. "auto" is the checkpoint's own type with LoRA, and float32 for full fine-tuning."""
+    """Type of the weights. "auto" is the checkpoint's own with LoRA, and float32 for full fine-tuning."""
 
     rope_parameters: dict[str, Any] | None = None
     """Overrides of the model's RoPE settings, for documents longer than its trained range, for example
@@ -73,8 +73,8 @@ class Recipe:
     """Most tokens of one document. None sets no limit of its own; the model's trained range still counts."""
 
     truncation: Literal["error", "start", "end", "split"] = "error"
-    """What to do with a document longer than max_length: refuse it, keep its start, keep its end, or cut it into
-    documents that do not see each other."""
+    """What to do with a document longer than max_length: refuse it, keep its start, keep its end, or cut it
+    into documents that do not see each other."""
 
     optimizer: Literal["adamw"] = "adamw"
     """Optimizer."""
@@ -122,8 +122,8 @@ class Recipe:
     """Liger kernels for norms, RoPE and MLP. "auto" takes them on a GPU where they are installed."""
 
     eval_last_tokens: int = 0
-    """Measure the loss on this many last tokens of the first document, with all the document before them as context,
-    before and after training; 0 measures nothing."""
+    """Measure the loss on this many last tokens of the first document, with all the document before them as
+    context, before and after training; 0 measures nothing."""
 
     oomb: OombConfig = field(default_factory=OombConfig)
     """Settings of the chunk recurrence: chunk_tokens, page_tokens, backend, and so on."""
@@ -134,9 +134,7 @@ class Recipe:
             setattr(self, item.name, value)
         for name, example in _REQUIRED.items():
             if not getattr(self, name):
-                raise ValueError(
-                    f"The recipe lacks {name}.\n  Example: {name}: {example}   (or --{name} {example})"
-                )
+                raise ValueError(f"The recipe lacks {name}.\n  Example: {name}: {example}   (or --{name} {example})")
         for name in _LEAST:
             _check_least(name, getattr(self, name))
         self._check_together()
@@ -146,18 +144,21 @@ class Recipe:
         if self.max_steps is not None and self.num_train_epochs is not None:
             raise ValueError(
                 "Two settings say how long to train.\n"
-                f"  Got max_steps={self.max_steps} and num_train_epochs={self.num_train_epochs}.\n  Keep one of them."
+                f"  Got max_steps={self.max_steps} and num_train_epochs={self.num_train_epochs}.\n"
+                "  Keep one of them."
             )
         if self.truncation != "error" and self.max_length is None:
             raise ValueError(
                 "truncation needs a length.\n"
-                f"  Got truncation={self.truncation} without max_length.\n  Set max_length, for example 131072."
+                f"  Got truncation={self.truncation} without max_length.\n"
+                "  Set max_length, for example 131072."
             )
         if self.lora_r == 0:
             for name in ("use_rslora", "use_dora", "lora_modules_to_save", "lora_dropout"):
                 if getattr(self, name):
                     raise ValueError(
-                        f"{name} belongs to LoRA, which is off.\n  Got {name}={getattr(self, name)} with lora_r=0.\n"
+                        f"{name} belongs to LoRA, which is off.\n"
+                        f"  Got {name}={getattr(self, name)} with lora_r=0.\n"
                         f"  Set lora_r=16, or leave {name} out."
                     )
         if self.lora_dropout >= 1.0:
@@ -180,8 +181,8 @@ class Recipe:
             overrides: options such as ``--lora_r 8``, ``--lora-r=8`` or ``--oomb.chunk_tokens 512``.
 
         Raises:
-            ValueError: no such file, not a mapping, or a setting that is unknown, ill-typed or contradictory; the
-                message names the place, the key and what would be right.
+            ValueError: no such file, not a mapping, or a setting that is unknown, ill-typed or contradictory;
+                the message names the place, the key and what would be right.
         """
         values = read_settings(Path(path), list(overrides), hints(), OombConfig)
         return cls(**values)
@@ -231,5 +232,6 @@ def hints() -> dict[str, Setting]:
 def _check_least(name: str, value: float | None) -> None:
     if value is not None and not value >= _LEAST[name]:
         raise ValueError(
-            f"{name} is too small.\n  Got {name}={value}; the least is {_LEAST[name]}.\n  Set {name}={_LEAST[name]} or more."
+            f"{name} is too small.\n  Got {name}={value}; the least is {_LEAST[name]}.\n"
+            f"  Set {name}={_LEAST[name]} or more."
         )

@@ -49,9 +49,7 @@ class Setting:
     def of(cls: type) -> dict[str, Setting]:
         """The settings of a dataclass, by name."""
         resolved = typing.get_type_hints(cls)
-        return {
-            item.name: Setting(item.name, _options(resolved[item.name])) for item in dataclasses.fields(cls)
-        }
+        return {item.name: Setting(item.name, _options(resolved[item.name])) for item in dataclasses.fields(cls)}
 
     def spell(self) -> str:
         """The types in words."""
@@ -74,7 +72,8 @@ def check_value(name: str, value: Any, setting: Setting) -> Any:
         except _Mismatch:
             continue
     raise ValueError(
-        f"{name} has a value that is not allowed.\n  Got {value!r} ({type(value).__name__}).\n  Allowed: {setting.spell()}."
+        f"{name} has a value that is not allowed.\n  Got {value!r} ({type(value).__name__}).\n"
+        f"  Allowed: {setting.spell()}."
     )
 
 
@@ -134,7 +133,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} stands twice", key_node.start_mark
@@ -148,7 +147,8 @@ def _load_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"The recipe {str(path)!r} cannot be read.\n  {error}\n  Give the path of a yaml file; configs/ has examples."
+            f"The recipe {str(path)!r} cannot be read.\n  {error}\n"
+            "  Give the path of a yaml file; configs/ has examples."
         ) from None
     try:
         loaded = yaml.load(text, Loader=_StrictLoader)

@@ -70,7 +70,9 @@ def with_lora(model: PreTrainedModel, *, seed: int = 1, **settings: Any) -> Peft
     config = LoraConfig(
         **{"r": 4, "lora_alpha": 8, "target_modules": list(ALL_LINEAR), "task_type": "CAUSAL_LM", **settings}
     )
-    adapted = get_peft_model(model, config)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name or "lora_embedding_B" in name:

@@ -1,0 +1,55 @@
+"""Case 6: three documents of 21, 8 and 34 tokens packed into one row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.batches import ENCODINGS, Document, documents_of, packed, padded
+from harness.models import tiny_model, with_lora
+from harness.parity import assert_same_result, check_parity, chunked, config
+from harness.tolerance import assert_same_bits
+
+LENGTHS = (21, 8, 34)
+
+
+@pytest.mark.parametrize("encodings", [(e,) for e in ENCODINGS] + [ENCODINGS])
+def test_equals_three_rows(encodings: tuple[str, ...]) -> None:
+    layout = packed(documents_of(*LENGTHS), *encodings)
+    ours, _ = check_parity(tiny_model(), layout, embeds=True)
+    rows = chunked(tiny_model(), padded(documents_of(*LENGTHS)), embeds=True)
+    assert_same_result(ours, rows)
+
+
+@pytest.mark.parametrize(("chunk", "page"), [(8, 4), (12, 5), (7, 1), (40, 4), (64, 16)])
+@pytest.mark.parametrize("model_type", ["qwen2", "mistral", "smollm3"])
+def test_any_cut(model_type: str, chunk: int, page: int) -> None:
+    check_parity(tiny_model(model_type), packed(documents_of(*LENGTHS)), config(chunk, page))
+
+
+def test_with_lora() -> None:
+    check_parity(with_lora(tiny_model("llama")), packed(documents_of(*LENGTHS)), config(keep_last_graph=False))
+
+
+@pytest.mark.parametrize("keep_outputs", [True, False])
+def test_changing_the_first_document_leaves_the_others_bit_identical(keep_outputs: bool) -> None:
+    model = tiny_model()
+    model.requires_grad_(False)
+    documents = documents_of(*LENGTHS)
+    changed_ids = documents[0].ids.clone()
+    changed_ids[7] = 3 if changed_ids[7] != 3 else 4
+    changed = [Document(changed_ids, changed_ids.clone()), *documents[1:]]
+    settings = config(keep_outputs=keep_outputs)
+    before = chunked(model, packed(documents), settings, embeds=True)
+    after = chunked(model, packed(changed), settings, embeds=True)
+    assert not torch.equal(before.log_probs[0], after.log_probs[0])
+    for index in (1, 2):
+        assert_same_bits(after.log_probs[index], before.log_probs[index])
+        name = f"inputs_embeds.{index}"
+        assert_same_bits(after.gradients[name], before.gradients[name])
+
+
+def test_contradictory_encodings_are_an_error() -> None:
+    layout = packed(documents_of(*LENGTHS), *ENCODINGS)
+    positions = torch.cat([torch.arange(n) for n in (21, 9, 33)])[None]
+    with pytest.raises(ValueError, match=r"(?s)contradict.*position_ids.*cu_seq_lens_q"):
+        chunked(tiny_model(), layout.with_inputs(position_ids=positions))

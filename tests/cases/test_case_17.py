@@ -1,0 +1,50 @@
+"""Case 17: the same step twice gives the same bits on the CPU (the GPU's part is in test_gpu_parity.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness.batches import documents_of, packed, padded
+from harness.models import tiny_model, twin, with_lora
+from harness.parity import chunked, config
+from harness.tolerance import assert_same_bits
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "recompute": {"keep_outputs": False, "keep_last_graph": False},
+    "deterministic": {"deterministic": True},
+    "bf16 page gradients": {"page_grad_dtype": "bfloat16"},
+    "small spans": {"span_tokens": 8},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_twice(settings: str, dtype: torch.dtype) -> None:
+    model = with_lora(tiny_model("mistral"), lora_dropout=0.1).to(dtype)
+    layout = packed(documents_of(70, 21, 33))
+    results = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        results.append(chunked(twin(model), layout, config(**SETTINGS[settings]), embeds=True))
+    assert_same_bits(results[1].loss, results[0].loss)
+    assert_same_bits(torch.cat(results[1].log_probs), torch.cat(results[0].log_probs))
+    assert_same_bits(results[1].gradients, results[0].gradients)
+
+
+def test_deterministic_changes_no_number_on_the_cpu_and_leaves_the_callers_switch_alone() -> None:
+    layout = padded(documents_of(70))
+    assert not torch.are_deterministic_algorithms_enabled()
+    ours = chunked(tiny_model(), layout, config(deterministic=True))
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert_same_bits(ours.gradients, chunked(tiny_model(), layout).gradients)
+
+
+def test_a_step_leaves_nothing_behind_for_the_next() -> None:
+    layout, other = padded(documents_of(70)), packed(documents_of(9, 120, seed=1))
+    model = tiny_model()
+    first = chunked(model, layout)
+    chunked(model, other, config(8, 2))
+    assert_same_bits(chunked(model, layout).gradients, first.gradients)

@@ -1,0 +1,199 @@
+"""Breaks a copy of the library in known ways and shows that the tests notice.
+
+    python tests/mutation_check.py [name ...]
+
+Not collected by pytest. Each mutation replaces one piece of source text; a fast part of the suite must then fail,
+and must pass without any mutation. Exits with 1 when one survives or no longer applies.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("oomb_accel", "kernels", "configs", "tests", "pyproject.toml", "README.md")
+SUITE = (
+    "tests/cases/test_case_01.py",
+    "tests/cases/test_case_02.py",
+    "tests/cases/test_case_03.py",
+    "tests/cases/test_case_05.py",
+    "tests/cases/test_case_06.py",
+    "tests/cases/test_case_09.py",
+    "tests/cases/test_case_11.py",
+)
+SELECTED = "parity or target or gradients or batch or windows or rows or dropout or once"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One fault: in ``file``, ``old`` becomes ``new``."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+MUTATIONS = (
+    Mutation(
+        "target at a chunk border lost",
+        "oomb_accel/integrations/step.py",
+        "    loss = log_probs_N.neg().sum()",
+        "    borders = [c.end - 1 for c in stream.schedule.chunks[:-1]]\n"
+        "    log_probs_N = log_probs_N * ~torch.isin(stream.target_rows_N, torch.tensor(borders, device=device))\n"
+        "    loss = log_probs_N.neg().sum()",
+    ),
+    Mutation(
+        "page gradient not added",
+        "oomb_accel/attention.py",
+        "        run.cache.collect_gradients(layer.layer, run.chunk, dk, dv)",
+        "        pass",
+    ),
+    Mutation(
+        "page gradient overwritten by later chunks",
+        "oomb_accel/pages/cache.py",
+        "first=not held,",
+        "first=True,",
+    ),
+    Mutation(
+        "mean of chunk means",
+        "oomb_accel/integrations/step.py",
+        "    loss = log_probs_N.neg().sum() / max(_normaliser(batch, stream), 1)",
+        "    pieces = [log_probs_N[c.first_target : c.end_target] for c in stream.schedule.chunks if c.num_targets]\n"
+        "    loss = -torch.stack([p.mean() for p in pieces]).mean() if pieces else log_probs_N.sum()",
+    ),
+    Mutation(
+        "normalised by length",
+        "oomb_accel/integrations/step.py",
+        "    return stream.num_targets",
+        "    return stream.schedule.num_tokens",
+    ),
+    Mutation(
+        "missing LSE merge",
+        "oomb_accel/attention.py",
+        "        merge_attention_(out_HTD[:, part.rows], lse_HT[:, part.rows], part_out, part_lse)",
+        "        out_HTD[:, part.rows] += part_out / len(parts)\n"
+        "        lse_HT[:, part.rows] = torch.logaddexp(lse_HT[:, part.rows], part_lse)",
+    ),
+    Mutation(
+        "local instead of global LSE in the backward",
+        "oomb_accel/attention.py",
+        "            lse_HT[:, rows],\n            part.call,",
+        "            dense_attention_forward(q_HTD[:, rows], keys, values, part.call, backend)[1],\n            part.call,",
+    ),
+    Mutation(
+        "window off by one: too wide",
+        "oomb_accel/attention.py",
+        "window=window if causal else None,",
+        "window=window + 1 if causal and window else None,",
+    ),
+    Mutation(
+        "window off by one: a page too few",
+        "oomb_accel/attention.py",
+        "    reach = chunk.past_pages.newest(-(-(window - 1) // settings.page_tokens))",
+        "    reach = chunk.past_pages.newest((window - 1) // settings.page_tokens)",
+    ),
+    Mutation(
+        "dropout redrawn in the recompute",
+        "oomb_accel/recurrence.py",
+        "            self._rng[chunk.index].restore(self._device)\n",
+        "",
+    ),
+    Mutation(
+        "K stored twice",
+        "oomb_accel/attention.py",
+        "    if run.sweep == \"forward\":\n        run.cache.store(",
+        "    if True:\n        run.cache.store(",
+    ),
+    Mutation(
+        "own keys attended to twice",
+        "oomb_accel/attention.py",
+        "    if part.own is None:\n        return past_k, past_v\n",
+        "    if part.own is None:\n        return torch.cat([past_k, k_GTD], 1), torch.cat([past_v, v_GTD], 1)\n",
+    ),
+    Mutation(
+        "first document token as target",
+        "oomb_accel/integrations/stream.py",
+        "    inside = shifted[document.row, document.start : document.end - 1]",
+        "    inside = shifted[document.row, document.start : document.end]",
+    ),
+    Mutation(
+        "targets of masked chunks only: past gradients dropped without targets",
+        "oomb_accel/attention.py",
+        "        if part.pages and need_kv:",
+        "        if part.pages and need_kv and run.chunk.num_targets:",
+    ),
+    Mutation(
+        "attention across documents of a packed row",
+        "oomb_accel/attention.py",
+        "segments=segments if len(segments) > 1 else None,",
+        "segments=None,",
+    ),
+    Mutation(
+        "positions restart in each chunk",
+        "oomb_accel/integrations/step.py",
+        "position_ids=stream.position_ids_1T[:, tokens],",
+        "position_ids=stream.position_ids_1T[:, tokens] - stream.position_ids_1T[:, chunk.start],",
+    ),
+)
+
+
+def main(names: list[str]) -> int:
+    """Run the chosen mutations, or all, and print a table."""
+    chosen = [m for m in MUTATIONS if not names or any(n in m.name for n in names)]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif source.exists():
+                shutil.copy2(source, copy / name)
+        survivors = 0
+        passed, seconds, detail = run_suite(copy, stop_at_first=False)
+        print(f"{'no mutation':52} {'passes' if passed else 'FAILS'} {seconds:6.1f} s  {detail}", flush=True)
+        for mutation in chosen:
+            outcome = check(copy, mutation)
+            survivors += outcome.startswith(("SURVIVES", "DOES NOT APPLY"))
+            print(f"{mutation.name:52} {outcome}", flush=True)
+    return int(survivors > 0 or not passed)
+
+
+def check(copy: Path, mutation: Mutation) -> str:
+    """Apply one mutation, run the suite, undo it."""
+    path = copy / mutation.file
+    text = path.read_text()
+    if text.count(mutation.old) != 1:
+        return f"DOES NOT APPLY: its text is {text.count(mutation.old)} times in {mutation.file}"
+    path.write_text(text.replace(mutation.old, mutation.new))
+    try:
+        passed, seconds, detail = run_suite(copy, stop_at_first=True)
+    finally:
+        path.write_text(text)
+    return f"{'SURVIVES' if passed else 'caught'} {seconds:6.1f} s  {detail}"
+
+
+def run_suite(copy: Path, *, stop_at_first: bool) -> tuple[bool, float, str]:
+    """Whether the suite passes in the copy, how long it took, and its first failure or its summary."""
+    paths = [copy, copy / "kernels", copy / "tests"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    command += ["-k", SELECTED, "--tb=no", *(["-x"] if stop_at_first else []), *SUITE]
+    start = time.monotonic()
+    result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    lines = result.stdout.strip().splitlines()
+    failed = [line.removeprefix("FAILED ") for line in lines if line.startswith(("FAILED", "ERROR"))]
+    if result.returncode not in (0, 1):
+        raise RuntimeError(f"pytest did not run:\n{result.stdout}\n{result.stderr}")
+    return result.returncode == 0, time.monotonic() - start, failed[0] if failed else lines[-1]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""The command line: commands, exit codes, messages."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oomb_accel.cli import main, run_guarded
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    assert "train" in capsys.readouterr().out
+    assert main(["trian"]) == 2
+    assert "'train'" in capsys.readouterr().err
+
+
+def test_train_needs_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["train"]) == 2
+    assert "recipe first" in capsys.readouterr().err
+    assert main(["train", str(tmp_path / "none.yaml")]) == 1
+    error = capsys.readouterr().err
+    assert "cannot be read" in error and "Traceback" not in error
+
+
+def test_train_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "--lora_r (default: 16)",
+        "Rank of the LoRA adapters",
+        "--oomb.chunk_tokens (default: 8192)",
+    ):
+        assert words in text
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["host"]["ram total GiB"] > 0
+    assert "torch" in report["attention backends"]["cpu"]
+    assert report["install"]["kind"] in ("editable", "installed", "source tree")
+    assert main(["env"]) == 0
+    assert "ram total GiB" in capsys.readouterr().out
+    assert main(["env", "--jsn"]) == 2
+
+
+def raise_foreign_error() -> int:
+    return int("x")
+
+
+def raise_out_of_memory() -> int:
+    raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+
+def test_defects_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_guarded(raise_foreign_error, "oomb x") == 1
+    assert "Traceback" in capsys.readouterr().err
+    assert run_guarded(raise_out_of_memory, "oomb x") == 1
+    error = capsys.readouterr().err
+    assert "oomb.chunk_tokens" in error and "9 GiB" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("script", ["launch/finetune.py", "oomb_accel"])
+def test_other_ways_to_start(script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "none.yaml"] if script == "oomb_accel" else ["none.yaml"]
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    start: Any = runpy.run_module if script == "oomb_accel" else runpy.run_path
+    with pytest.raises(SystemExit) as caught:
+        start(script if script == "oomb_accel" else str(ROOT / script), run_name="__main__")
+    assert caught.value.code == 1
+    assert "cannot be read" in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""Recipes: what is read, and what is refused with which message."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from oomb_accel.training.recipe import Recipe
+
+Write = Callable[[dict[str, Any]], Path]
+ROOT = Path(__file__).parents[2]
+
+
+def test_yaml_and_both_spellings_of_options(settings: dict[str, Any], write_recipe: Write) -> None:
+    path = write_recipe(settings)
+    options = ["--lora-r", "8", "--lora_alpha=16", "--oomb.chunk-tokens", "128", "--oomb.deterministic"]
+    options += [
+        "--lora_target_modules",
+        "q_proj,v_proj",
+        "--use_rslora",
+        "--max_length",
+        "null",
+        "--use-liger=no",
+    ]
+    options += ["--rope_parameters", "{rope_type: yarn, factor: 2.0}", "--output_dir", "007"]
+    recipe = Recipe.from_yaml(path, options)
+    assert (recipe.lora_r, recipe.lora_alpha, recipe.learning_rate) == (8, 16.0, 0.02)
+    assert (recipe.oomb.chunk_tokens, recipe.oomb.page_tokens, recipe.oomb.deterministic) == (128, 16, True)
+    assert recipe.lora_target_modules == ["q_proj", "v_proj"]
+    assert (recipe.use_rslora, recipe.max_length, recipe.use_liger) == (True, None, False)
+    assert recipe.rope_parameters == {"rope_type": "yarn", "factor": 2.0}
+    assert recipe.output_dir == "007"
+    assert Recipe.from_yaml(path, ["--lora_target_modules", "all-linear"]).lora_target_modules == "all-linear"
+
+
+def test_traps_of_yaml_are_read_as_meant(settings: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(settings | {"learning_rate": 0}).replace("learning_rate: 0", "learning_rate: 1e-4"))
+    path.write_text(path.read_text() + "mixed_precision: no\n")
+    recipe = Recipe.from_yaml(path)
+    assert recipe.learning_rate == 1e-4
+    assert recipe.mixed_precision == "no"
+
+
+def test_resolved_recipe_reads_back_as_the_same(settings: dict[str, Any], write_recipe: Write) -> None:
+    recipe = Recipe.from_yaml(write_recipe(settings), ["--lora_modules_to_save", "lm_head"])
+    assert Recipe.from_yaml(write_recipe(recipe.to_dict())) == recipe
+
+
+@pytest.mark.parametrize("preset", sorted(ROOT.glob("configs/**/*.yaml")), ids=lambda path: path.stem)
+def test_presets_are_valid(preset: Path) -> None:
+    if "model_name_or_path" in preset.read_text():
+        Recipe.from_yaml(preset)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lora_rr": 8}, ["'lora_rr'", "recipe.yaml", "'lora_r'"]),
+        ({"max_seq_length": 8}, ["'max_seq_length'", "Set max_length"]),
+        ({"gradient_checkpointing": True}, ["chunk_tokens"]),
+        ({"chunk_tokens": 64}, ["oomb.chunk_tokens"]),
+        ({"oomb": {"chunk_token": 64}}, ["'chunk_token'", "oomb block", "'chunk_tokens'"]),
+        ({"oomb": 3}, ["oomb must be a mapping"]),
+        ({"oomb": {"chunk_tokens": 8, "page_tokens": 16}}, ["at least one page", "chunk_tokens=8"]),
+        ({"lora_r": "eight"}, ["recipe.yaml", "lora_r", "'eight'", "a whole number"]),
+        ({"lora_r": True}, ["lora_r", "True (bool)"]),
+        ({"oomb": {"chunk_tokens": "many"}}, ["chunk_tokens", "'many'", "a whole number"]),
+        ({"truncation": "drop"}, ["truncation", "'drop'", "'split'"]),
+        ({"max_steps": 0}, ["max_steps=0", "least is 1"]),
+        ({"lora_dropout": 1.5}, ["lora_dropout"]),
+        ({"learning_rate": float("nan")}, ["learning_rate"]),
+        ({"num_train_epochs": 1}, ["max_steps=3", "num_train_epochs=1"]),
+        ({"truncation": "start"}, ["max_length"]),
+        ({"lora_r": 0, "use_dora": True}, ["use_dora", "lora_r=0"]),
+        ({"warmup_steps": 3}, ["warmup_steps=3", "max_steps=3"]),
+        ({"data_path": None}, ["data_path"]),
+        ({"data_path": ""}, ["lacks data_path", "book.txt"]),
+    ],
+    ids=str,
+)
+def test_bad_settings(settings: dict[str, Any], write_recipe: Write, change: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        Recipe.from_yaml(write_recipe(settings | change))
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--lora_rr", "8"], ["--lora_rr", "'lora_r'"]),
+        (["--oomb.chunk_token", "8"], ["'--oomb.chunk_tokens'"]),
+        (["--lora_r", "x"], ["--lora_r", "'x'", "a whole number"]),
+        (["--lora_r"], ["--lora_r", "no value"]),
+        (["8"], ["'8'", "--name value"]),
+        (["--oomb", "{}"], ["--oomb"]),
+        (["--rope_parameters", "{a"], ["--rope_parameters", "a mapping"]),
+    ],
+    ids=str,
+)
+def test_bad_options(settings: dict[str, Any], write_recipe: Write, options: list[str], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        Recipe.from_yaml(write_recipe(settings), options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed: 1\nseed: 2\n", ["'seed' stands twice"]),
+        ("- a\n", ["one mapping"]),
+        ("a: [\n", ["not valid yaml"]),
+        ("seed: 1\n", ["lacks model_name_or_path", "Qwen"]),
+        ("", ["one mapping"]),
+    ],
+    ids=repr,
+)
+def test_bad_files(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        Recipe.from_yaml(path)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        Recipe.from_yaml(tmp_path / "none.yaml")
