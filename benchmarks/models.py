@@ -27,7 +27,11 @@ LONGEST = 4_194_304
 
 def lora_model(shape: str, device: torch.device, *, rank: int = 16) -> PeftModel:
     """bf16 base weights, LoRA in fp32 on all linears, as PEFT makes them."""
-    config = Qwen2Config(**_SHAPES[shape], max_position_embeddings=LONGEST, rope_theta=1e6, attn_implementation="sdpa")
+    config = Qwen2Config(
+        **_SHAPES[shape],
+        max_position_embeddings=LONGEST,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:

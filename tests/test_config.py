@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 import pytest
+
 from oomb_accel import OombConfig
 
 
@@ -29,7 +30,7 @@ def test_every_field_has_a_docstring() -> None:
 
 def test_settings_are_keyword_only_and_frozen() -> None:
     with pytest.raises(TypeError):
-        OombConfig(True)  # type: ignore[misc]
+        OombConfig(True)  # type: ignore[call-arg]
     with pytest.raises(dataclasses.FrozenInstanceError):
         OombConfig().chunk_tokens = 4  # type: ignore[misc]
 
@@ -79,9 +80,7 @@ def test_a_key_that_is_no_string_is_an_unknown_key() -> None:
         ("beyond_trained_length", "warn", "'allow'"),
     ],
 )
-def test_a_wrong_value_names_place_setting_value_and_what_is_allowed(
-    name: str, value: Any, allowed: str
-) -> None:
+def test_a_wrong_value_names_place_setting_value_and_what_is_allowed(name: str, value: Any, allowed: str) -> None:
     with pytest.raises(ValueError) as caught:
         OombConfig.from_dict({name: value}, place="ds.json")
     message = str(caught.value)
@@ -94,7 +93,7 @@ def test_a_wrong_value_names_place_setting_value_and_what_is_allowed(
 @pytest.mark.parametrize("value", [0, -1])
 def test_sizes_are_positive(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"(?s){name} must be positive.*Set {name}=\d+"):
-        OombConfig(**{name: value})
+        OombConfig.from_dict({name: value})
 
 
 def test_contradictions_say_what_to_set() -> None:

@@ -11,15 +11,16 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from harness.batches import Layout, documents_of, only_targets, packed, padded
-from harness.models import tiny_model, twin, with_lora
-from harness.parity import Result, check_parity, check_twice_plain, chunked, config, reference
-from harness.tolerance import assert_same_bits, assert_twice_plain, twice_plain_error
-from oomb_accel import OombConfig
-from oomb_accel import attention as attention_module
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from oomb_accel import OombConfig
+from oomb_accel import attention as attention_module
+from tests.harness.batches import Layout, documents_of, only_targets, packed, padded
+from tests.harness.models import tiny_model, twin, with_lora
+from tests.harness.parity import Result, check_parity, check_twice_plain, chunked, config, reference
+from tests.harness.tolerance import assert_same_bits, assert_twice_plain, twice_plain_error
 
 pytestmark = pytest.mark.gpu
 
@@ -36,10 +37,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def gpu_model(name: str, **settings: Any) -> PreTrainedModel:
     model_type, special = MODELS[name]
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512}
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512}
     sizes |= {"layer_types": ["sliding_attention", "full_attention"]} if model_type == "gemma2" else {}
     model = tiny_model(model_type, max_position_embeddings=65536, **{**sizes, **special, **settings})
-    return model.cuda()
+    return model.cuda()  # type: ignore[call-arg]
 
 
 def gpu_config(chunk: int = 256, page: int = 64, **settings: Any) -> OombConfig:
@@ -162,7 +163,7 @@ def test_fp32_adapters_under_autocast(keep_last_graph: bool) -> None:
 
     def under_autocast(run: Any, *args: Any) -> Result:
         with torch.autocast("cuda", torch.bfloat16):
-            return run(make(), *args)  # type: ignore[no-any-return]
+            return run(make(), *args)
 
     layout = LAYOUTS["ragged"]
     exact = reference(make().float(), layout.documents)

@@ -7,14 +7,15 @@ import random
 import warnings
 from typing import Any
 
-import oomb_accel
 import pytest
-from harness.batches import ENCODINGS, Layout, documents_of, only_targets, packed, padded
-from harness.models import tiny_model, twin
-from harness.parity import check_parity, config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import oomb_accel
 from oomb_accel import OombConfig
+from tests.harness.batches import ENCODINGS, Layout, documents_of, only_targets, packed, padded
+from tests.harness.models import tiny_model, twin
+from tests.harness.parity import check_parity, config
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
 
@@ -76,7 +77,9 @@ def test_parity_of_many(layout: Layout, settings_: OombConfig, model: dict[str, 
 @given(layouts(), configs())
 def test_the_cut_changes_nothing_for_a_model_with_every_feature(layout: Layout, settings_: OombConfig) -> None:
     """Window and full layers, soft-capping, scaled embeddings, logits behind a cap."""
-    model = tiny_model("gemma2", **{**SIZES, "query_pre_attn_scalar": 8}, layer_types=["sliding_attention", "full_attention"])
+    model = tiny_model(
+        "gemma2", **{**SIZES, "query_pre_attn_scalar": 8}, layer_types=["sliding_attention", "full_attention"]
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="No target in row")
         check_parity(twin(model), layout, settings_)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import oomb_accel
 import pytest
 import torch
-from harness.batches import documents_of, packed, padded
-from harness.models import tiny_model
-from harness.parity import chunked, config
-from harness.tolerance import assert_same_bits
-from oomb_accel.integrations.rope import DocumentRope, check_length, trained_tokens
 from torch import Tensor
 from transformers import PreTrainedModel
+
+import oomb_accel
+from oomb_accel.integrations.rope import DocumentRope, check_length, trained_tokens
+from tests.harness.batches import documents_of, packed, padded
+from tests.harness.models import tiny_model
+from tests.harness.parity import chunked, config
+from tests.harness.tolerance import assert_same_bits
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0}
 LONGROPE = {

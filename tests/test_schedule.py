@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from oomb_accel.schedule import Chunk, ChunkSchedule, PageRange
 
 
-def build(
-    lengths: list[int], chunk: int, page: int, targets: list[int] | None = None
-) -> tuple[Chunk, ...]:
+def build(lengths: list[int], chunk: int, page: int, targets: list[int] | None = None) -> tuple[Chunk, ...]:
     positions = list(range(sum(lengths))) if targets is None else targets
     return ChunkSchedule.build(lengths, positions, chunk_tokens=chunk, page_tokens=page).chunks
 

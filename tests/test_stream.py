@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import oomb_accel
 import pytest
 import torch
-from harness.batches import ENCODINGS, IGNORED, Document, documents_of, only_targets, packed, padded
-from oomb_accel.integrations.stream import Stream, build_stream, find_documents
 from torch import Tensor
+
+import oomb_accel
+from oomb_accel.integrations.stream import Stream, build_stream, find_documents
+from tests.harness.batches import ENCODINGS, IGNORED, Document, documents_of, only_targets, packed, padded
 
 CPU = torch.device("cpu")
 

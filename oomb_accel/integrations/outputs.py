@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from transformers.utils import ModelOutput
 
 
-class LogitsNotKept(AttributeError):
+class LogitsNotKept(AttributeError, KeyError):
     """Full logits were asked for; they are never made."""
 
 
@@ -32,7 +33,16 @@ class OombOutput(ModelOutput):
         Raises:
             LogitsNotKept: always.
         """
-        raise LogitsNotKept(
+        raise self._not_kept()
+
+    def __getitem__(self, key: Any) -> Any:
+        if key == "logits":
+            raise self._not_kept()
+        return super().__getitem__(key)
+
+    @staticmethod
+    def _not_kept() -> LogitsNotKept:
+        return LogitsNotKept(
             "Full logits are not kept: at this length they would not fit in memory.\n"
             "  Use outputs.loss or outputs.log_probs (log-probability of each target).\n"
             "  For logits of a short text call the model without labels under torch.no_grad(), or "

@@ -15,8 +15,8 @@ from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.outputs import OombOutput
 from oomb_accel.integrations.rope import check_length
-from oomb_accel.integrations.stream import Stream, build_stream
-from oomb_accel.integrations.support import check_checkpointing
+from oomb_accel.integrations.stream import Stream, build_stream, check_targets
+from oomb_accel.integrations.support import check_checkpointing, switched_on_outputs
 from oomb_accel.keep import chunks_to_keep, free_bytes
 from oomb_accel.loss import target_log_probs
 from oomb_accel.pages import PagedKVCache
@@ -33,6 +33,8 @@ _BATCH_KEYS = {
 def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | tuple[Tensor, ...]:
     """The chunked step: batch to stream, recurrence, loss."""
     _check_request(batch)
+    if reasons := switched_on_outputs(state.base):
+        raise ValueError("A chunked step returns the loss only:\n  - " + "\n  - ".join(reasons))
     if state.model.training:
         check_checkpointing(state.checkpointed)
     tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
@@ -40,8 +42,10 @@ def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | tuple
     stream = build_stream(
         batch, chunk_tokens=state.config.chunk_tokens, page_tokens=state.config.page_tokens, device=device
     )
+    text_config = state.base.config.get_text_config()
+    check_targets(stream, text_config.vocab_size)
     if state.config.beyond_trained_length == "error":
-        check_length(state.base.config.get_text_config(), stream.document_tokens)
+        check_length(text_config, stream.document_tokens)
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     if stream.num_targets == 0:
         log_probs_N = _no_targets(tokens, parameters)

@@ -49,6 +49,8 @@ class Stream:
     """int64 on the device; starts at 0 in each document."""
     targets_N: Tensor
     """int64 on the device: token ids of the targets, in stream order."""
+    target_range: tuple[int, int]
+    """Smallest and largest target."""
     target_rows_N: Tensor
     """int64 on the device: stream position that predicts each target."""
     target_index_N: Tensor
@@ -94,6 +96,7 @@ def build_stream(batch: Mapping[str, Any], *, chunk_tokens: int, page_tokens: in
     target_rows = _joined(rows)
     token_index = _joined(indices)
     target_index = token_index[target_rows]
+    targets = shifted.reshape(-1)[target_index]
     _warn_of_rows_without_targets(documents, shifted, target_index)
     schedule = ChunkSchedule.build(lengths, target_rows.tolist(), chunk_tokens=chunk_tokens, page_tokens=page_tokens)
     return Stream(
@@ -101,11 +104,27 @@ def build_stream(batch: Mapping[str, Any], *, chunk_tokens: int, page_tokens: in
         document_tokens=tuple(full_lengths),
         token_index_T=_to(token_index, device),
         position_ids_1T=_to(_joined(positions), device)[None],
-        targets_N=_to(shifted.reshape(-1)[target_index], device),
+        targets_N=_to(targets, device),
+        target_range=(int(targets.min(initial=0)), int(targets.max(initial=0))),
         target_rows_N=_to(target_rows, device),
         target_index_N=_to(target_index, device),
         overcount=_trainer_count(batch) - target_rows.size,
     )
+
+
+def check_targets(stream: Stream, vocab_size: int) -> None:
+    """Refuse labels that are no token ids: a kernel would read somebody else's memory.
+
+    Raises:
+        ValueError: with the label.
+    """
+    smallest, largest = stream.target_range
+    if smallest < 0 or largest >= vocab_size:
+        wrong = smallest if smallest < 0 else largest
+        raise ValueError(
+            f"A label is no token id of this model.\n  Got {wrong}; ids go from 0 to {vocab_size - 1}.\n"
+            f"  Mask tokens without a loss with {IGNORED}, and check that tokenizer and model belong together."
+        )
 
 
 def count_targets(batch: Mapping[str, Any]) -> int:
@@ -194,14 +213,13 @@ def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
             "Exactly one of input_ids and inputs_embeds is needed.\n"
             f"  Got {'both' if ids is not None else 'neither'}.\n  Pass input_ids of shape [batch, tokens]."
         )
-    tokens = ids if ids is not None else embeds
-    wanted = 2 if ids is not None else 3
-    if tokens.dim() != wanted:
+    name, wanted = ("inputs_embeds", 3) if ids is None else ("input_ids", 2)
+    shape = tuple(batch[name].shape)
+    if len(shape) != wanted:
         raise ValueError(
-            f"{'input_ids' if ids is not None else 'inputs_embeds'} must have {wanted} dimensions.\n"
-            f"  Got shape {tuple(tokens.shape)}.\n  Add a batch dimension: [None]."
+            f"{name} must have {wanted} dimensions.\n  Got shape {shape}.\n  Add a batch dimension: [None]."
         )
-    return int(tokens.shape[0]), int(tokens.shape[1])
+    return shape[0], shape[1]
 
 
 def _valid_ranges(batch: Mapping[str, Any], num_rows: int, num_columns: int) -> tuple[Ints, Ints]:

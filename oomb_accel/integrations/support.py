@@ -28,6 +28,7 @@ SUPPORTED_MODEL_TYPES = frozenset(
 )
 """Model types whose parity with full attention is tested in this repository."""
 
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _ATTENDS_TO_EVERYTHING = frozenset({"full_attention"})
 _ATTENDS_IN_WINDOW = frozenset({"sliding_attention"})
 
@@ -100,16 +101,13 @@ def refusals(model: nn.Module, base: PreTrainedModel) -> list[str]:
         if kind not in _ATTENDS_TO_EVERYTHING | _ATTENDS_IN_WINDOW:
             reasons.append(f"Layer {index} is of type {kind!r}; only full and sliding attention are supported.")
             break
-    if getattr(config, "attention_dropout", 0.0):
-        reasons.append(
-            f"attention_dropout is {config.attention_dropout}. Set config.attention_dropout = 0.0; "
-            "dropout elsewhere (LoRA, residual) is supported."
-        )
-    if getattr(config, "output_router_logits", False):
-        reasons.append(
-            "output_router_logits is on: its auxiliary loss is not a sum over chunks. "
-            "Set config.output_router_logits = False."
-        )
+    for name in _ATTENTION_DROPOUTS:
+        if getattr(config, name, 0.0):
+            reasons.append(
+                f"{name} is {getattr(config, name)}. Set config.{name} = 0.0; "
+                "dropout elsewhere (LoRA, residual) is supported."
+            )
+    reasons += switched_on_outputs(base)
     if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
         reasons.append("The model attends in both directions; chunk recurrence needs causal attention.")
     for name, adapter in (getattr(model, "peft_config", None) or {}).items():
@@ -117,6 +115,21 @@ def refusals(model: nn.Module, base: PreTrainedModel) -> list[str]:
             reasons.append(
                 f"Adapter {name!r} is of type {adapter.peft_type}, which changes the sequence. Use LoRA instead."
             )
+    return reasons
+
+
+def switched_on_outputs(base: PreTrainedModel) -> list[str]:
+    """Reasons in the config, as it is now, why a step would have to return more than a loss."""
+    config = base.config.get_text_config()
+    reasons = []
+    if getattr(config, "output_router_logits", False):
+        reasons.append(
+            "output_router_logits is on: its auxiliary loss is not a sum over chunks. "
+            "Set config.output_router_logits = False."
+        )
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            reasons.append(f"{name} is on in the config: it costs memory in the length. Set config.{name} = False.")
     return reasons
 
 

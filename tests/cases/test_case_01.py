@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import oomb_accel
 import pytest
 import torch
-from harness.batches import documents_of, padded
-from harness.models import tiny_model
-from harness.parity import assert_same_result, check_parity, chunked, config, reference
-from harness.tolerance import assert_same_bits
+
+import oomb_accel
+from tests.harness.batches import documents_of, padded
+from tests.harness.models import tiny_model
+from tests.harness.parity import assert_same_result, check_parity, chunked, config, reference
+from tests.harness.tolerance import assert_same_bits
 
 LENGTHS = (2, 3, 4, 5, 15, 16, 17, 31, 33, 47, 49, 200)
 SIZES = ((16, 4), (12, 5), (64, 4))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from harness.batches import documents_of, only_targets, padded
-from harness.models import tiny_model
-from harness.parity import check_parity, chunked, config
+
+from tests.harness.batches import documents_of, only_targets, padded
+from tests.harness.models import tiny_model
+from tests.harness.parity import check_parity, chunked, config
 
 
 @pytest.mark.parametrize("keep_last_graph", [True, False])

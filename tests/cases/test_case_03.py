@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness.batches import Layout, documents_of, only_targets, padded
-from harness.models import tiny_model, with_lora
-from harness.parity import check_parity, chunked, config
-from oomb_accel.progress import ChunkEvent
 from torch import nn
+
+from oomb_accel.progress import ChunkEvent
+from tests.harness.batches import Layout, documents_of, only_targets, padded
+from tests.harness.models import tiny_model, with_lora
+from tests.harness.parity import check_parity, chunked, config
 
 LENGTH = 80
 PLACES = {"last": range(66, 80), "first": range(2, 15), "middle": range(35, 45), "scattered": (3, 16, 17, 48, 79)}

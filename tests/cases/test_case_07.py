@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import oomb_accel
 import pytest
 import torch
-from harness.batches import Document, Layout, documents_of, packed, padded
-from harness.models import tiny_model
-from harness.parity import assert_same_result, check_parity, chunked, reference
-from harness.tolerance import assert_same_total
+
+import oomb_accel
+from tests.harness.batches import Document, Layout, documents_of, packed, padded
+from tests.harness.models import tiny_model
+from tests.harness.parity import assert_same_result, check_parity, chunked, reference
+from tests.harness.tolerance import assert_same_total
 
 EOS = 2
 LENGTHS = (37, 12)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.batches import Document, documents_of, padded
-from harness.models import tiny_model
-from harness.parity import check_parity
+
+from tests.harness.batches import Document, documents_of, padded
+from tests.harness.models import tiny_model
+from tests.harness.parity import check_parity
 
 
 @pytest.mark.parametrize("explicit_positions", [True, False])

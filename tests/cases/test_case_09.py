@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import oomb_accel
 import peft
 import pytest
 import torch
-from harness.batches import documents_of, packed, padded
-from harness.models import tiny_model, twin, with_lora
-from harness.parity import assert_same_result, check_parity, chunked, config, reference
-from oomb_accel.integrations.support import SUPPORTED_MODEL_TYPES
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import oomb_accel
+from oomb_accel.integrations.support import SUPPORTED_MODEL_TYPES
+from tests.harness.batches import documents_of, packed, padded
+from tests.harness.models import tiny_model, twin, with_lora
+from tests.harness.parity import assert_same_result, check_parity, chunked, config, reference
 
 TYPES = (
     "gemma",
@@ -70,9 +71,7 @@ def test_parity_with_lora(model_type: str) -> None:
 
 
 def test_parity_with_lora_on_fused_projections() -> None:
-    model = with_lora(
-        tiny_model("phi3"), target_modules=["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-    )
+    model = with_lora(tiny_model("phi3"), target_modules=["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
     check_parity(model, padded(documents_of(50, 9)))
 
 
@@ -180,7 +179,7 @@ def refused(model: PreTrainedModel | peft.PeftModel, *texts: str) -> None:
 def other_model(model_type: str, **settings: Any) -> PreTrainedModel:
     small = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
     model_config = AutoConfig.for_model(model_type, **{**small, **settings})
-    return AutoModelForCausalLM.from_config(model_config, attn_implementation="eager").train()  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_config(model_config, attn_implementation="eager").train()
 
 
 @pytest.mark.parametrize(

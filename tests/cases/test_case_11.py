@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-import oomb_accel
 import pytest
 import torch
-from harness.batches import documents_of, only_targets, packed, padded
-from harness.models import tiny_model, with_lora
-from harness.parity import assert_same_result, check_parity, chunked, config, reference, switched_on
-from harness.tolerance import assert_same_bits
+from torch import Tensor, nn
+
+import oomb_accel
 from oomb_accel import attention as attention_module
 from oomb_accel.pages import PagedKVCache
 from oomb_accel.progress import ChunkEvent
-from torch import Tensor, nn
+from tests.harness.batches import documents_of, only_targets, packed, padded
+from tests.harness.models import tiny_model, with_lora
+from tests.harness.parity import assert_same_result, check_parity, chunked, config, reference, switched_on
+from tests.harness.tolerance import assert_same_bits
 
 LENGTH = 70
 
@@ -106,9 +107,7 @@ def test_the_recompute_sees_the_same_dropout_masks(keep_outputs: bool, checkpoin
     for key, tensors in forward.items():
         for again in backward[key]:  # twice under checkpointing
             assert_same_bits(again, tensors[0])
-    dropped = [
-        tensors[0].eq(0).float().mean().item() for (_, name), tensors in forward.items() if "dropout" in name
-    ]
+    dropped = [tensors[0].eq(0).float().mean().item() for (_, name), tensors in forward.items() if "dropout" in name]
     assert 0.05 < sum(dropped) / len(dropped) < 0.15, "dropout was on"
 
 
@@ -138,11 +137,11 @@ def test_dropout_gradients_are_those_of_the_loss() -> None:
     """A finite difference along the gradient, with the masks fixed by the seed."""
     model = with_lora(tiny_model(), lora_dropout=0.1).double()
     batch = padded(documents_of(LENGTH)).batch
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
 
     def loss() -> Tensor:
         torch.manual_seed(3)
-        return model(**batch).loss  # type: ignore[no-any-return]
+        return model(**batch).loss
 
     oomb_accel.enable(model, config(keep_last_graph=False))
     loss().backward()

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness.batches import documents_of, packed, padded
-from harness.models import tiny_model, twin, with_lora
-from harness.parity import chunked, config
-from harness.tolerance import assert_same_bits
+
+from tests.harness.batches import documents_of, packed, padded
+from tests.harness.models import tiny_model, twin, with_lora
+from tests.harness.parity import chunked, config
+from tests.harness.tolerance import assert_same_bits
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},

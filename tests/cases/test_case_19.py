@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import oomb_accel
 import pytest
-from harness.batches import documents_of, padded
-from harness.models import tiny_model
-from harness.parity import config
+
+import oomb_accel
 from oomb_accel import OombConfig
+from tests.harness.batches import documents_of, padded
+from tests.harness.models import tiny_model
+from tests.harness.parity import config
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness.batches import documents_of, packed, padded
-from harness.models import tiny_model, twin, with_lora
-from harness.parity import Result, check_twice_plain, chunked, config, reference
-from harness.tolerance import assert_twice_plain, twice_plain_error
+
 from oomb_accel.progress import ChunkEvent
+from tests.harness.batches import documents_of, packed, padded
+from tests.harness.models import tiny_model, twin, with_lora
+from tests.harness.parity import Result, check_twice_plain, chunked, config, reference
+from tests.harness.tolerance import assert_twice_plain, twice_plain_error
 
 PAGE = 4
 
@@ -55,8 +56,8 @@ def test_a_mixture_of_experts_by_its_loss() -> None:
     layout = padded(documents_of(150))
     exact, plain = reference(twin(low).float(), layout.documents), reference(twin(low), layout.documents)
     ours = chunked(twin(low), layout, config())
-    views = [{"log_probs": r.log_probs[0], "all": whole(r)} for r in (ours, plain, exact)]
-    assert_twice_plain(*views)
+    a, b, c = ({"log_probs": r.log_probs[0], "all": whole(r)} for r in (ours, plain, exact))
+    assert_twice_plain(a, b, c)
 
 
 def whole(result: Result) -> torch.Tensor:

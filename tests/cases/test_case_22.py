@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import oomb_accel
 import pytest
 import torch
-from harness.batches import documents_of, padded
-from harness.models import tiny_model, with_lora
-from harness.parity import config
 from torch.nn import functional
 from transformers import PreTrainedModel
+
+import oomb_accel
+from tests.harness.batches import documents_of, padded
+from tests.harness.models import tiny_model, with_lora
+from tests.harness.parity import config
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_output_attentions_in_the_config_are_refused() -> None:
 @pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
 def test_requests_that_were_in_the_config_before_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=name):
-        model = oomb_accel.enable(tiny_model(**{name: True}), config())
+        model = oomb_accel.enable(tiny_model("qwen2", **{name: True}), config())
         model(**padded(documents_of(50)).batch)
 
 

@@ -8,12 +8,15 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import oomb_accel
 import pytest
 import torch
-from harness.batches import Layout, documents_of, packed, padded
-from harness.models import tiny_model, with_lora
-from harness.parity import (
+from torch import Tensor
+
+import oomb_accel
+from oomb_accel.pages import PagePool
+from tests.harness.batches import Layout, documents_of, packed, padded
+from tests.harness.models import tiny_model, with_lora
+from tests.harness.parity import (
     assert_same_result,
     check_parity,
     chunked,
@@ -23,9 +26,7 @@ from harness.parity import (
     reference,
     switched_on,
 )
-from harness.tolerance import assert_same_gradients, assert_same_total
-from oomb_accel.pages import PagedKVCache, PagePool
-from torch import Tensor
+from tests.harness.tolerance import assert_same_gradients, assert_same_total
 
 
 @pytest.mark.parametrize("keep_last_graph", [True, False])
@@ -94,7 +95,7 @@ def no_gc() -> Iterator[None]:
 
 
 @pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[PagePool]"]:
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[PagePool]]:
     """Weak references to all pools and caches that are made."""
     made: list[weakref.ref[PagePool]] = []
     original = PagePool.__init__
@@ -110,7 +111,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[PagePool]"]:
 @pytest.mark.parametrize("keep_last_graph", [True, False])
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_a_dropped_loss_frees_its_pages(
-    pools: list["weakref.ref[PagePool]"], checkpointing: bool, keep_last_graph: bool
+    pools: list[weakref.ref[PagePool]], checkpointing: bool, keep_last_graph: bool
 ) -> None:
     model = tiny_model()
     if checkpointing:
@@ -124,7 +125,7 @@ def test_a_dropped_loss_frees_its_pages(
 
 
 def test_pages_are_freed_by_the_backward_even_if_the_loss_lives_on(
-    pools: list["weakref.ref[PagePool]"],
+    pools: list[weakref.ref[PagePool]],
 ) -> None:
     model = oomb_accel.enable(tiny_model(), config())
     with no_gc():
@@ -134,7 +135,7 @@ def test_pages_are_freed_by_the_backward_even_if_the_loss_lives_on(
     assert loss.item() > 0
 
 
-def test_evaluation_frees_its_pages(pools: list["weakref.ref[PagePool]"]) -> None:
+def test_evaluation_frees_its_pages(pools: list[weakref.ref[PagePool]]) -> None:
     model = oomb_accel.enable(tiny_model(), config())
     with no_gc(), torch.no_grad():
         output = model(**padded(documents_of(50)).batch)
@@ -142,7 +143,7 @@ def test_evaluation_frees_its_pages(pools: list["weakref.ref[PagePool]"]) -> Non
     assert output.loss.item() > 0
 
 
-def test_an_error_in_the_middle_of_a_step_frees_its_pages(pools: list["weakref.ref[PagePool]"]) -> None:
+def test_an_error_in_the_middle_of_a_step_frees_its_pages(pools: list[weakref.ref[PagePool]]) -> None:
     model = tiny_model()
     layout = padded(documents_of(50))
     wanted = chunked(model, layout)
@@ -239,9 +240,7 @@ def test_embeddings_without_a_gradient() -> None:
     model = oomb_accel.enable(with_lora(tiny_model()), config())
     embeds = embeddings_of(model, document.ids[None])
     model(inputs_embeds=embeds, labels=document.labels[None]).loss.backward()
-    assert_same_gradients(
-        parameter_gradients(model), reference(with_lora(tiny_model()), [document]).gradients
-    )
+    assert_same_gradients(parameter_gradients(model), reference(with_lora(tiny_model()), [document]).gradients)
     assert embeds.grad is None
 
 
@@ -257,9 +256,7 @@ def test_per_token_weights_on_the_log_probabilities(kind: str, keep_last_graph: 
     documents = documents_of(9, 5) if kind == "short" else documents_of(50, 20)
     layout = packed(documents) if kind == "packed" else padded(documents, side="left")
     weights = weighted(layout)
-    ours = chunked(
-        tiny_model(), layout, config(keep_last_graph=keep_last_graph), weights=weights, embeds=True
-    )
+    ours = chunked(tiny_model(), layout, config(keep_last_graph=keep_last_graph), weights=weights, embeds=True)
     wanted = reference(tiny_model(), documents, weights=weights, embeds=True)
     assert_same_gradients(ours.gradients, wanted.gradients)
 

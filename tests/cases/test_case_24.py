@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import oomb_accel
 import pytest
 import torch
-from harness.batches import Layout, documents_of, packed, padded
-from harness.models import tiny_model, twin, with_lora
-from harness.parity import Result, check_twice_plain, chunked, config, parameter_gradients, reference, split
-from harness.tolerance import assert_same_bits, assert_same_gradients, assert_twice_plain
 from peft import PeftModel
+
+import oomb_accel
+from tests.harness.batches import Layout, documents_of, packed, padded
+from tests.harness.models import tiny_model, twin, with_lora
+from tests.harness.parity import Result, check_twice_plain, chunked, config, parameter_gradients, reference, split
+from tests.harness.tolerance import assert_same_bits, assert_same_gradients, assert_twice_plain
 
 
 def layout() -> Layout:
@@ -57,13 +58,11 @@ def autocast_around_the_forward_only(model: PeftModel, settings: Any) -> Result:
 
     oomb_accel.enable(model, settings)
     chunk_forward = model.forward
-    model.forward = wrapped
+    model.forward = wrapped  # type: ignore[method-assign]
     output = model(**layout().batch)
     output.loss.backward()
     oomb_accel.disable(model)
-    return Result(
-        output.loss.detach(), tuple(split(output.log_probs.detach(), layout())), parameter_gradients(model)
-    )
+    return Result(output.loss.detach(), tuple(split(output.log_probs.detach(), layout())), parameter_gradients(model))
 
 
 def test_autocast_leaves_pefts_casts_as_they_were() -> None:
@@ -76,9 +75,7 @@ def test_autocast_leaves_pefts_casts_as_they_were() -> None:
 @pytest.mark.parametrize("keep_outputs", [True, False])
 @pytest.mark.parametrize("kind", ["fp32", "autocast", "bf16"])
 def test_the_last_graph_kept_or_not_gives_the_same_gradients(kind: str, keep_outputs: bool) -> None:
-    model = {"fp32": with_lora(tiny_model()), "autocast": mixed(), "bf16": with_lora(tiny_model()).bfloat16()}[
-        kind
-    ]
+    model = {"fp32": with_lora(tiny_model()), "autocast": mixed(), "bf16": with_lora(tiny_model()).bfloat16()}[kind]
     results = []
     for keep_last_graph in (True, False):
         settings = config(keep_last_graph=keep_last_graph, keep_outputs=keep_outputs)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.models import VOCABULARY
+from tests.harness.models import VOCABULARY
 
 IGNORED = -100
 

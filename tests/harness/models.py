@@ -62,7 +62,7 @@ def tiny_model(model_type: str = "qwen2", *, seed: int = 0, **settings: Any) -> 
     config = AutoConfig.for_model(model_type, **{**_COMMON, **_SPECIAL.get(model_type, {}), **settings})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     _randomise(model, seed)
-    return model.train()  # type: ignore[no-any-return]
+    return model.train()
 
 
 def with_lora(model: PreTrainedModel, *, seed: int = 1, **settings: Any) -> PeftModel:
@@ -85,6 +85,15 @@ def with_lora(model: PreTrainedModel, *, seed: int = 1, **settings: Any) -> Peft
 def twin(model: Model) -> Model:
     """An independent copy: one side runs the reference, the other is switched on."""
     return copy.deepcopy(model)
+
+
+def sgd_step(model: nn.Module, rate: float = 0.05) -> None:
+    """Plain gradient descent on what has a gradient; clears the gradients."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=rate)
+    model.zero_grad(set_to_none=True)
 
 
 def _randomise(model: nn.Module, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The reference (plain transformers, eager full attention, each document alone, fp32), our run, and their comparison."""
+"""The reference (plain transformers, eager full attention, each document alone, fp32), our run, and the comparison."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import oomb_accel
 import torch
-from oomb_accel import OombConfig
 from torch import Tensor, nn
 
-from harness.batches import Document, Layout
-from harness.models import twin
-from harness.tolerance import (
+import oomb_accel
+from oomb_accel import OombConfig
+from tests.harness.batches import Document, Layout
+from tests.harness.models import twin
+from tests.harness.tolerance import (
     assert_same_gradients,
     assert_same_total,
     assert_same_values,
@@ -182,7 +182,7 @@ def embeddings_of(model: nn.Module, ids: Tensor) -> Tensor:
     """What the model's embedding makes of these ids: a new tensor without graph."""
     table = model.get_input_embeddings()  # type: ignore[operator]
     with torch.no_grad():
-        return table(ids).detach().clone()  # type: ignore[no-any-return]
+        return table(ids).detach().clone()
 
 
 def parameter_gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from harness.tolerance import assert_same_bits
+from torch import Tensor
+
 from oomb_accel.pages import PagedKVCache, PageShape
 from oomb_accel.schedule import Chunk, ChunkSchedule, PageRange
-from torch import Tensor
+from tests.harness.tolerance import assert_same_bits
 
 CPU = torch.device("cpu")
 HEADS, DIM, PAGE = 2, 3, 4

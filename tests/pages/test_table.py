@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from oomb_accel.pages import PageTable
 from oomb_accel.pages.table import NO_SLOT
 from oomb_accel.schedule import PageRange
