@@ -47,6 +47,8 @@ class RecurrenceSettings:
     keep_last_graph: bool
     pass_context: Callable[[], AbstractContextManager[Any]]
     """Entered around every pass: autocast and other thread-local modes of the caller."""
+    fingerprint: Callable[[], dict[str, object]]
+    """Everything about the model that must be the same in both sweeps, by name."""
     on_chunk: Callable[[ChunkEvent], None] | None
     meter: ActivationMeter
 
@@ -131,6 +133,7 @@ class ChunkRecurrence:
         self._kept: dict[int, dict[int, tuple[Tensor, Tensor]]] = {index: {} for index in kept_chunks}
         self._rng: dict[int, _RngState] = {}
         self._last_graph: tuple[Tensor, Tensor | None] | None = None
+        self._fingerprint: dict[str, object] = {}
 
     def ordinary_step(self, embeds_1TD: Tensor | None) -> Tensor:
         """A stream of one chunk: one pass, whose graph is the caller's own."""
@@ -146,6 +149,8 @@ class ChunkRecurrence:
         With trainable parameters or embeddings, the last chunk keeps its graph where the settings say so.
         """
         train = bool(parameters) or (embeds_1TD is not None and embeds_1TD.requires_grad)
+        if train:
+            self._fingerprint = self._settings.fingerprint()
         log_probs = []
         for chunk in self._schedule.chunks:
             last = chunk is self._schedule.chunks[-1]
@@ -168,6 +173,7 @@ class ChunkRecurrence:
         Args:
             grad_N: gradient of each target's log-probability, ``[num_targets]``.
         """
+        self._refuse_changes()
         sums = [torch.zeros_like(p, dtype=_wide(p)) if p.requires_grad else None for p in parameters]
         wanted = [p for p in parameters if p.requires_grad]
         held = [s for s in sums if s is not None]
@@ -221,6 +227,17 @@ class ChunkRecurrence:
         )
         with self._settings.pass_context(), _determinism(self._settings.attention.deterministic):
             return self._model(run, embeds_1TD)
+
+    def _refuse_changes(self) -> None:
+        """The recompute must see the model that the forward sweep saw."""
+        now = self._settings.fingerprint()
+        changed = [name for name, value in self._fingerprint.items() if now[name] != value]
+        if changed:
+            raise RuntimeError(
+                f"The model was changed between forward and backward: {', '.join(changed)}.\n"
+                "  The backward sweep runs the model again, so its gradients would belong to another model.\n"
+                "  Call backward before you change the model, or run the forward again."
+            )
 
     def _report(self, sweep: Sweep, done: int, tokens_done: int, with_backward: bool = True) -> None:
         if self._settings.on_chunk is not None:

@@ -86,7 +86,7 @@ MUTATIONS = (
         "local instead of global LSE in the backward",
         "oomb_accel/attention.py",
         "            lse_HT[:, rows],\n            part.call,",
-        "            dense_attention_forward(q_HTD[:, rows], keys, values, part.call, backend)[1],\n"
+        "            dense_attention_forward(q_HTD[:, rows], keys, values, part.call, run.settings.backend)[1],\n"
         "            part.call,",
     ),
     Mutation(

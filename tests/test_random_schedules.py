@@ -67,7 +67,7 @@ def test_parity(layout: Layout, settings_: OombConfig, model: dict[str, Any], em
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(layouts(), configs(), models(), st.booleans())
 def test_parity_of_many(layout: Layout, settings_: OombConfig, model: dict[str, Any], embeds: bool) -> None:
     check(layout, settings_, model, embeds)

@@ -107,6 +107,16 @@ def test_shift_labels_are_taken_as_they_are() -> None:
     check_against({**batch, "shift_labels": shifted}, documents)
 
 
+def test_shift_labels_may_have_a_target_behind_the_row() -> None:
+    """Input and target cut from one text, ``ids[:-1]`` and ``ids[1:]``: transformers scores the last one too."""
+    (document,) = documents_of(41)
+    batch = {"input_ids": document.ids[None, :-1], "shift_labels": document.ids[None, 1:]}
+    stream = stream_of(batch)
+    assert stream.num_targets == oomb_accel.count_targets(batch) == 40
+    assert torch.equal(stream.targets_N, document.ids[1:])
+    assert stream.overcount == 0
+
+
 def test_tokens_behind_the_last_target_are_left_out() -> None:
     (document,) = documents_of(100)
     document = only_targets(document, [3, 21])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -41,7 +42,9 @@ class Attachment:
     meter: ActivationMeter = field(init=False)
     checkpointed: tuple[nn.Module, ...] = field(init=False)
     """Modules that gradient checkpointing may be switched on for."""
-    lora_layers: tuple[nn.Module, ...] = field(init=False)
+    modules: tuple[nn.Module, ...] = field(init=False)
+    adapter_layers: tuple[BaseTunerLayer, ...] = field(init=False)
+    lora_layers: tuple[BaseTunerLayer, ...] = field(init=False)
     """Plain LoRA layers, whose input cast is redundant under autocast."""
 
     def __post_init__(self) -> None:
@@ -49,7 +52,9 @@ class Attachment:
         self.meter = ActivationMeter(_activation_estimate(self.base))
         # Found once: a walk over all modules takes milliseconds, in which the GPU would wait at every step.
         self.checkpointed = checkpointed_modules(self.base)
-        self.lora_layers = tuple(m for m in self.model.modules() if _is_plain_lora(m))
+        self.modules = tuple(self.model.modules())
+        self.adapter_layers = tuple(m for m in self.modules if isinstance(m, BaseTunerLayer))
+        self.lora_layers = tuple(m for m in self.adapter_layers if _is_plain_lora(m))
 
     def settings(self, pass_context: Callable[[], AbstractContextManager[Any]]) -> RecurrenceSettings:
         """Settings of one step, under the caller's modes."""
@@ -64,9 +69,19 @@ class Attachment:
             windows=self.facts.windows,
             keep_last_graph=config.keep_last_graph,
             pass_context=pass_context,
+            fingerprint=self.fingerprint,
             on_chunk=self.on_chunk,
             meter=self.meter,
         )
+
+    def fingerprint(self) -> dict[str, object]:
+        """What must not change between the sweeps, by the name that an error gives it."""
+        return {
+            "oomb_accel was switched off": self.active,
+            "train() or eval()": [module.training for module in self.modules],
+            "the active adapter": [(m.active_adapters, m.disable_adapters) for m in self.adapter_layers],
+            "the values of its parameters": [p._version for p in self.model.parameters()],
+        }
 
     def page_shape(self) -> PageShape:
         return PageShape(
@@ -99,7 +114,7 @@ def _activation_estimate(base: PreTrainedModel) -> float:
     return float((widths - in_head) * base.dtype.itemsize)
 
 
-def _is_plain_lora(module: nn.Module) -> bool:
+def _is_plain_lora(module: BaseTunerLayer) -> bool:
     """A LoRA layer of PEFT that casts its input; DoRA is none, since it computes with the cast input."""
     casts = getattr(module, "cast_input_dtype_enabled", True)
     return hasattr(module, "lora_A") and casts and not getattr(module, "lora_variant", None)

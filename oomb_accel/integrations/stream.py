@@ -180,8 +180,11 @@ def find_documents(batch: Mapping[str, Any]) -> list[Document]:
 
 
 def _target_columns(document: Document, shifted: Ints) -> Ints:
-    """Columns of the document whose next token, in the same document, is a target."""
-    inside = shifted[document.row, document.start : document.end - 1]
+    """Columns of the document whose next token is a target. The last column of the document predicts the next
+    document's first token, which is none; only that of the row may have a target, behind it in ``shift_labels``.
+    """
+    end = document.end if document.end == shifted.shape[1] else document.end - 1
+    inside = shifted[document.row, document.start : end]
     return np.flatnonzero(inside != IGNORED) + document.start
 
 
@@ -219,6 +222,8 @@ def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
         raise ValueError(
             f"{name} must have {wanted} dimensions.\n  Got shape {shape}.\n  Add a batch dimension: [None]."
         )
+    if not shape[0] * shape[1]:
+        raise ValueError(f"The batch has no tokens.\n  {name} has shape {shape}.\n  Leave empty batches out.")
     return shape[0], shape[1]
 
 

@@ -15,7 +15,14 @@ from oomb_accel.pages import PagedKVCache
 from oomb_accel.progress import ChunkEvent
 from tests.harness.batches import documents_of, only_targets, packed, padded
 from tests.harness.models import tiny_model, with_lora
-from tests.harness.parity import assert_same_result, check_parity, chunked, config, reference, switched_on
+from tests.harness.parity import (
+    assert_same_result,
+    check_parity,
+    chunked,
+    config,
+    reference,
+    switched_on,
+)
 from tests.harness.tolerance import assert_same_bits
 
 LENGTH = 70

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 import oomb_accel
@@ -26,7 +28,7 @@ from tests.harness.parity import (
     reference,
     switched_on,
 )
-from tests.harness.tolerance import assert_same_gradients, assert_same_total
+from tests.harness.tolerance import assert_same_bits, assert_same_gradients, assert_same_total
 
 
 @pytest.mark.parametrize("keep_last_graph", [True, False])
@@ -81,6 +83,54 @@ def test_backward_twice_on_a_retained_graph_is_refused_clearly() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)already run.*once per forward"):
         loss.backward()
     assert_same_gradients(parameter_gradients(model), before)
+
+
+def _eval(model: Any) -> None:
+    model.eval()
+
+
+def _adapter_off(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+def _other_adapter(model: Any) -> None:
+    model.set_adapter("other")
+
+
+def _frozen_weight(model: Any) -> None:
+    with torch.no_grad():
+        model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.mul_(2)
+
+
+def _disable(model: Any) -> None:
+    oomb_accel.disable(model)
+
+
+@pytest.mark.parametrize("keep_last_graph", [True, False])
+@pytest.mark.parametrize("change", [_eval, _adapter_off, _other_adapter, _frozen_weight, _disable])
+def test_a_model_changed_between_forward_and_backward(change: Callable[[Any], None], keep_last_graph: bool) -> None:
+    """The recompute must not see another model than the forward sweep saw: same gradients, or a clear refusal.
+
+    Plain autograd keeps what it needs, and checks the version of what it keeps.
+    """
+    gradients = []
+    for changed in (False, True):
+        model: Any = with_lora(tiny_model(), lora_dropout=0.3)
+        model.get_base_model().lm_head.weight.requires_grad_(True)
+        model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        oomb_accel.enable(model, config(keep_last_graph=keep_last_graph))
+        torch.manual_seed(3)
+        loss = model(**padded(documents_of(50)).batch).loss
+        if changed:
+            change(model)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            texts = ("between forward and backward", "modified by an inplace operation")  # the latter is torch's
+            assert changed and any(text in str(error) for text in texts), error
+            return
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert_same_bits(gradients[1], gradients[0])
 
 
 @contextmanager
