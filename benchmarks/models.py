@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-_SHAPES: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": dict(
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
         vocab_size=151936, tie_word_embeddings=True,
@@ -28,7 +28,7 @@ LONGEST = 4_194_304
 def lora_model(shape: str, device: torch.device, *, rank: int = 16) -> PeftModel:
     """bf16 base weights, LoRA in fp32 on all linears, as PEFT makes them."""
     config = Qwen2Config(
-        **_SHAPES[shape],
+        **SHAPES[shape],
         max_position_embeddings=LONGEST,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )

@@ -28,6 +28,8 @@ class Row:
     """Median of the timed steps."""
     peak_gib: float = float("nan")
     """Largest device memory that torch held at once."""
+    floor_seconds: float = float("nan")
+    """What the arithmetic alone would take, see floor.py."""
     note: str = ""
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -74,7 +76,7 @@ def table(rows: list[Row]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r.benchmark} | {r.side} | {r.tokens:,} | {r.seconds:.2f} | {r.tokens_per_second:,.0f} "
+        f"| {r.benchmark} | {r.side} | {r.tokens:,} | {r.seconds:.2f} | {r.floor_seconds:.2f} | {r.tokens_per_second:,.0f} "
         f"| {r.peak_gib:.1f} | {r.note} |"
         for r in rows
     ]

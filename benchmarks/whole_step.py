@@ -17,7 +17,8 @@ from peft import PeftModel
 from torch import Tensor
 
 import oomb_accel
-from benchmarks.models import lora_model, use_liger
+from benchmarks.floor import floor_seconds
+from benchmarks.models import SHAPES, lora_model, use_liger
 from benchmarks.registry import GIB, Row, benchmark
 from oomb_accel import OombConfig
 from oomb_accel.integrations.support import base_model_of
@@ -29,6 +30,7 @@ SIDES: dict[str, dict[str, Any]] = {
     "oomb-bf16-grads-no-kept": dict(keep_outputs=False, page_grad_dtype="bfloat16"),
     "peer": {},
     "peer-offload": {},
+    "peer-offload-no-autocast": {},
 }
 
 
@@ -45,10 +47,11 @@ def whole_step(
         ids = torch.randint(0, vocab, (1, tokens), device=device, generator=torch.Generator(device).manual_seed(tokens))
         for side in sides:
             row = Row("whole_step", side, tokens, note="" if liger else "without liger")
+            row.floor_seconds = floor_seconds(SHAPES[shape], tokens, chunk_tokens, side)
             row.details = {"shape": shape, "chunk_tokens": chunk_tokens, "timed_steps": timed}
             undo = _switch_on(model, side, chunk_tokens)
             try:
-                _measure(model, optimizer, ids, row, chunk_tokens, timed)
+                _measure(model, optimizer, ids, row, chunk_tokens, timed, "no-autocast" not in side)
             except torch.OutOfMemoryError:
                 row.note = "out of memory"
             finally:
@@ -65,7 +68,7 @@ def _switch_on(model: PeftModel, side: str, chunk_tokens: int) -> Callable[[], N
         config = OombConfig(chunk_tokens=chunk_tokens, progress=False, **SIDES[side])
         oomb_accel.enable(model, config)
         return lambda: oomb_accel.disable(model)
-    options = {"use_reentrant": False} | ({"offload": True} if side == "peer-offload" else {})
+    options = {"use_reentrant": False} | ({"offload": True} if "offload" in side else {})
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     model.enable_input_require_grads()
 
@@ -77,10 +80,16 @@ def _switch_on(model: PeftModel, side: str, chunk_tokens: int) -> Callable[[], N
 
 
 def _measure(
-    model: PeftModel, optimizer: torch.optim.Optimizer, ids: Tensor, row: Row, chunk_tokens: int, timed: int
+    model: PeftModel,
+    optimizer: torch.optim.Optimizer,
+    ids: Tensor,
+    row: Row,
+    chunk_tokens: int,
+    timed: int,
+    autocast: bool,
 ) -> None:
     on_gpu = ids.device.type == "cuda"
-    _step(model, optimizer, ids[:, : min(2 * chunk_tokens, ids.shape[1])])  # warm-up: compiles, plans
+    _step(model, optimizer, ids[:, : min(2 * chunk_tokens, ids.shape[1])], autocast)  # warm-up: compiles, plans
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -88,7 +97,7 @@ def _measure(
     seconds = []
     for _ in range(timed):
         start = time.perf_counter()
-        row.details["loss"] = _step(model, optimizer, ids)
+        row.details["loss"] = _step(model, optimizer, ids, autocast)
         seconds.append(time.perf_counter() - start)
     row.seconds = statistics.median(seconds)
     row.details["all_seconds"] = seconds
@@ -96,10 +105,10 @@ def _measure(
         row.peak_gib = torch.cuda.max_memory_allocated() / GIB
 
 
-def _step(model: PeftModel, optimizer: torch.optim.Optimizer, ids: Tensor) -> float:
-    with torch.autocast(ids.device.type, torch.bfloat16):
+def _step(model: PeftModel, optimizer: torch.optim.Optimizer, ids: Tensor, autocast: bool = True) -> float:
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(loss)  # waits for the device
+    return float(loss.detach())  # waits for the device

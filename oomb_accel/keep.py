@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -23,11 +25,15 @@ class ActivationMeter:
     bytes_per_token: float
     measured: bool = False
 
-    def record(self, held_bytes: int, num_tokens: int) -> None:
-        """Take a measurement: bytes held at the end of a chunk's forward with gradients."""
-        per_token = held_bytes / max(num_tokens, 1)
-        self.bytes_per_token = max(self.bytes_per_token, per_token) if self.measured else per_token
-        self.measured = True
+    @contextmanager
+    def measure(self, num_tokens: int, device: torch.device) -> Iterator[None]:
+        """Measure what the graph made inside holds (CUDA only: the CPU allocator does not tell)."""
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        yield
+        if device.type == "cuda":
+            per_token = (torch.cuda.memory_allocated(device) - before) / num_tokens
+            self.bytes_per_token = max(self.bytes_per_token, per_token) if self.measured else per_token
+            self.measured = True
 
 
 def free_bytes(device: torch.device) -> int:

@@ -16,8 +16,8 @@ draws the same masks in both sweeps. (OOMB, arXiv 2602.02108, Algorithm 1; the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,7 +28,9 @@ from oomb_accel.attention import AttentionSettings, ChunkPass, Sweep
 from oomb_accel.keep import ActivationMeter
 from oomb_accel.pages import PagedKVCache
 from oomb_accel.progress import ChunkEvent
+from oomb_accel.rng import RngState
 from oomb_accel.schedule import Chunk, ChunkSchedule
+from oomb_kernels import deterministic_algorithms
 
 
 class ChunkModel(Protocol):
@@ -131,14 +133,14 @@ class ChunkRecurrence:
         self._settings = settings
         self._device = device
         self._kept: dict[int, dict[int, tuple[Tensor, Tensor]]] = {index: {} for index in kept_chunks}
-        self._rng: dict[int, _RngState] = {}
+        self._rng: dict[int, RngState] = {}
         self._last_graph: tuple[Tensor, Tensor | None] | None = None
         self._fingerprint: dict[str, object] = {}
 
     def ordinary_step(self, embeds_1TD: Tensor | None) -> Tensor:
         """A stream of one chunk: one pass, whose graph is the caller's own."""
         (chunk,) = self._schedule.chunks
-        with _metered(self._settings.meter, chunk, self._device):
+        with self._settings.meter.measure(chunk.num_tokens, self._device):
             log_probs_N = self._run(chunk, "forward", embeds_1TD)
         self._report("forward", 1, chunk.end)
         return log_probs_N
@@ -155,7 +157,7 @@ class ChunkRecurrence:
         for chunk in self._schedule.chunks:
             last = chunk is self._schedule.chunks[-1]
             if train:
-                self._rng[chunk.index] = _RngState.capture(self._device)
+                self._rng[chunk.index] = RngState.capture(self._device)
             if train and last and self._settings.keep_last_graph:
                 self._last_graph = self._run_with_graph(chunk, "forward", embeds_1TD)
                 log_probs.append(self._last_graph[0].detach())
@@ -181,7 +183,7 @@ class ChunkRecurrence:
         for done, chunk in enumerate(reversed(self._schedule.chunks), start=1):
             log_probs_N, leaf_1TD = self._take_graph(chunk, embeds_1TD)
             inputs = wanted + ([leaf_1TD] if leaf_1TD is not None and embeds_grad is not None else [])
-            with _determinism(self._settings.attention.deterministic):
+            with deterministic_algorithms(self._settings.attention.deterministic):
                 grads = torch.autograd.grad(
                     log_probs_N,
                     inputs,
@@ -213,7 +215,7 @@ class ChunkRecurrence:
         leaf_1TD = _slice(embeds_1TD, chunk)
         if leaf_1TD is not None:
             leaf_1TD = leaf_1TD.detach().requires_grad_(embeds_1TD is not None and embeds_1TD.requires_grad)
-        with torch.enable_grad(), _metered(self._settings.meter, chunk, self._device):
+        with torch.enable_grad(), self._settings.meter.measure(chunk.num_tokens, self._device):
             return self._run(chunk, sweep, leaf_1TD), leaf_1TD
 
     def _run(self, chunk: Chunk, sweep: Sweep, embeds_1TD: Tensor | None) -> Tensor:
@@ -225,7 +227,7 @@ class ChunkRecurrence:
             windows=self._settings.windows,
             kept=self._kept.get(chunk.index),
         )
-        with self._settings.pass_context(), _determinism(self._settings.attention.deterministic):
+        with self._settings.pass_context(), deterministic_algorithms(self._settings.attention.deterministic):
             return self._model(run, embeds_1TD)
 
     def _refuse_changes(self) -> None:
@@ -252,51 +254,6 @@ class ChunkRecurrence:
                     with_backward=with_backward,
                 )
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _RngState:
-    """Generator states at the start of a chunk's pass, so that its recompute draws the same dropout masks."""
-
-    cpu: Tensor
-    device: Tensor | None
-
-    @classmethod
-    def capture(cls, device: torch.device) -> _RngState:
-        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), on_device)
-
-    def restore(self, device: torch.device) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.device is not None:
-            torch.cuda.set_rng_state(self.device, device)
-
-
-@contextmanager
-def _metered(meter: ActivationMeter, chunk: Chunk, device: torch.device) -> Iterator[None]:
-    """Measure what the chunk's graph holds (CUDA only: the CPU allocator does not tell)."""
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    yield
-    if device.type == "cuda":
-        meter.record(torch.cuda.memory_allocated(device) - before, chunk.num_tokens)
-
-
-@contextmanager
-def _determinism(wanted: bool) -> Iterator[None]:
-    """Deterministic kernels inside, the caller's setting outside. The flag is global, so it holds in autograd's
-    threads too."""
-    if not wanted:
-        yield
-        return
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _add_to_sums(sums: list[Tensor], grads: Sequence[Tensor | None]) -> None:

@@ -12,6 +12,7 @@ from oomb_kernels.dense_attention import (
     dense_attention_backward,
     dense_attention_forward,
 )
+from oomb_kernels.determinism import deterministic_algorithms
 from oomb_kernels.lse_merge import merge_attention_
 from oomb_kernels.page_accumulate import accumulate_pages
 from oomb_kernels.page_store import load_pages, store_pages
@@ -24,6 +25,7 @@ __all__ = [
     "choose_backend",
     "dense_attention_backward",
     "dense_attention_forward",
+    "deterministic_algorithms",
     "load_pages",
     "merge_attention_",
     "store_pages",

@@ -5,16 +5,14 @@ Suffixes as in `attention_call`. The kernel's causal mask is bottom-right aligne
 H, D] ([total, H, D] with cumulative lengths). It marks rows that see no key by an LSE of +inf.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from oomb_kernels.attention_call import AttentionCall
+from oomb_kernels.determinism import deterministic_algorithms
 from oomb_kernels.layout import token_major, vector_aligned
 
 _MIN_CAPABILITY = (8, 0)
@@ -126,7 +124,7 @@ def backward(
         longest_k = longest_q
     else:
         tensors, lse_HT = tuple(x.unsqueeze(0) for x in tensors), lse_HT.unsqueeze(0)
-    with _deterministic_algorithms(call.deterministic):
+    with deterministic_algorithms(call.deterministic):
         grads = torch.ops.aten._flash_attention_backward.default(
             *tensors,
             lse_HT,
@@ -170,23 +168,3 @@ def _unused_random_state(device: torch.device) -> tuple[Tensor, Tensor]:
         torch.zeros(2, dtype=torch.uint64, device=device),
         torch.zeros((), dtype=torch.uint64, device=device),
     )
-
-
-@contextmanager
-def _deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """Turns torch's deterministic algorithms on, the only switch of the flash backward, and restores what was
-    set."""
-    if not enabled:
-        yield
-        return
-    was_enabled = torch.are_deterministic_algorithms_enabled()
-    was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    memory = cast(Any, torch.utils.deterministic)  # the attribute is invisible to type checkers
-    was_filling = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        memory.fill_uninitialized_memory = was_filling
-        torch.use_deterministic_algorithms(was_enabled, warn_only=was_warn_only)

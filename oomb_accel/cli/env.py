@@ -64,7 +64,9 @@ def collect() -> dict[str, dict[str, Any]]:
 def _show(value: Any) -> str:
     if value is None:
         return "-"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, dict):
+        return "; ".join(f"{name}: {_show(part)}" for name, part in value.items())
+    return str(value)
 
 
 def _version(package: str) -> str | None:
@@ -145,7 +147,8 @@ def _backends() -> dict[str, Any]:
         from oomb_kernels import available_backends
     except ImportError as error:  # a report on a broken installation is when it is needed most
         return dict.fromkeys(names, f"not importable: {error}")
-    return {name: list(available_backends(torch.device(name))) for name in names}
+    found = {name: available_backends(torch.device(name)) for name in names}
+    return {name: {backend: refusal or "yes" for backend, refusal in of.items()} for name, of in found.items()}
 
 
 def _gib(size: int) -> float:

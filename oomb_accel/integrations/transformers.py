@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -56,6 +57,7 @@ def enable(
         raise ValueError(
             f"oomb_accel does not support this model ({type(base).__name__}):\n  - " + "\n  - ".join(reasons)
         )
+    _check_determinism(config)
     facts = model_facts(base)
     if facts.model_type not in SUPPORTED_MODEL_TYPES:
         _prove_unlisted(base)
@@ -129,6 +131,17 @@ def _refuse_training_without_labels(state: Attachment) -> None:
             "which do not fit in memory at this length.\n"
             "  Pass labels and use outputs.loss or outputs.log_probs, wrap inference in torch.no_grad(), or call "
             "oomb_accel.disable(model)."
+        )
+
+
+def _check_determinism(config: OombConfig) -> None:
+    """Matrix products on a GPU are deterministic only with a fixed workspace, which is set from outside."""
+    fixed = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")
+    if config.deterministic and torch.cuda.is_available() and not fixed:
+        raise ValueError(
+            "deterministic=True needs a fixed workspace for matrix products, set before the program starts.\n"
+            f"  Got CUBLAS_WORKSPACE_CONFIG={os.environ.get('CUBLAS_WORKSPACE_CONFIG')!r}.\n"
+            "  Start with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment."
         )
 
 

@@ -13,20 +13,12 @@ from oomb_kernels import AttentionCall
 
 _HAS_CUDA = torch.cuda.is_available()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not _HAS_CUDA, reason="needs a CUDA device")]
-_INTERPRETED = [
-    pytest.mark.skipif(_HAS_CUDA, reason="Triton compiles for the GPU here; nothing is interpreted")
-]
+_INTERPRETED = [pytest.mark.skipif(_HAS_CUDA, reason="Triton compiles for the GPU here; nothing is interpreted")]
 
 # The interpreter multiplies bit patterns of bfloat16 in places, so bfloat16 kernels are tested on a GPU only.
 TRITON_PLACES = [
-    *(
-        pytest.param("cpu", d, marks=_INTERPRETED, id=f"interpreted-{d}")
-        for d in (torch.float32, torch.float16)
-    ),
-    *(
-        pytest.param("cuda", d, marks=ON_GPU, id=f"gpu-{d}")
-        for d in (torch.float32, torch.float16, torch.bfloat16)
-    ),
+    *(pytest.param("cpu", d, marks=_INTERPRETED, id=f"interpreted-{d}") for d in (torch.float32, torch.float16)),
+    *(pytest.param("cuda", d, marks=ON_GPU, id=f"gpu-{d}") for d in (torch.float32, torch.float16, torch.bfloat16)),
 ]
 
 
@@ -98,9 +90,7 @@ def assert_twice_plain(ours: Tensor, plain: Tensor, truth: Tensor, what: str = "
     truth = truth.double()[finite]
     error = _largest(ours.double()[finite] - truth)
     rounding = _largest(truth.to(ours.dtype).double() - truth)
-    noise = (
-        1e-5  # of fp32 sums; matters where the truth is zero by cancellation and plain happens to be exact
-    )
+    noise = 1e-5  # of fp32 sums; matters where the truth is zero by cancellation and plain happens to be exact
     allowed = 2 * _largest(plain.double()[finite] - truth) + 2 * rounding + noise
     assert error <= allowed, f"{what}: error {error:.2e}, allowed {allowed:.2e}"
 
@@ -113,9 +103,7 @@ def assert_close_in(dtype: torch.dtype, ours: Tensor, plain: Tensor, truth: Tens
         assert_equal_by_definition(ours, truth, what)
 
 
-def token_major(
-    num_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype, device: str = "cpu"
-) -> Tensor:
+def token_major(num_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """Random [H, T, D] with memory [T, H, D], as a projection gives it to attention."""
     return torch.randn(num_tokens, num_heads, head_dim, device=device).to(dtype).transpose(0, 1)
 

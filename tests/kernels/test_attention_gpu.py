@@ -111,9 +111,7 @@ FLASH_CALLS = {
 @pytest.mark.parametrize(("call", "num_q", "num_k"), FLASH_CALLS.values(), ids=FLASH_CALLS.keys())
 def test_flash_masks(call: AttentionCall, num_q: int, num_k: int, deterministic: bool) -> None:
     need("flash")
-    call = AttentionCall(
-        call.scale, call.causal, call.window, call.softcap, call.segments, deterministic=deterministic
-    )
+    call = AttentionCall(call.scale, call.causal, call.window, call.softcap, call.segments, deterministic=deterministic)
     tensors = inputs(8, 2, num_q, num_k, 128)
     check(run(*tensors, call, "flash"), *tensors, call)
 

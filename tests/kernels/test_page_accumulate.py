@@ -41,13 +41,9 @@ def as_records(dk: Tensor, dv: Tensor) -> Tensor:
     return torch.stack([dk.unflatten(1, (-1, PAGE)), dv.unflatten(1, (-1, PAGE))], 2)
 
 
-def check_exact(
-    accumulate: Accumulate, device: str, grad_dtype: torch.dtype, pool_dtype: torch.dtype
-) -> None:
+def check_exact(accumulate: Accumulate, device: str, grad_dtype: torch.dtype, pool_dtype: torch.dtype) -> None:
     slots = slots_on(device)
-    first, second = (
-        [token_major(GROUPS, PAGES * PAGE, DIM, grad_dtype, device) for _ in range(2)] for _ in range(2)
-    )
+    first, second = ([token_major(GROUPS, PAGES * PAGE, DIM, grad_dtype, device) for _ in range(2)] for _ in range(2))
     pool = torch.full((GROUPS * PAGES + SPARE, 2, PAGE, DIM), float("nan"), dtype=pool_dtype, device=device)
     accumulate(pool, slots, *first, first=True, seed=0)
     assert torch.equal(pool[slots.long()], as_records(*first).to(pool_dtype))
@@ -73,9 +69,7 @@ def test_kernel_is_exact(device: str, grad_dtype: torch.dtype) -> None:
 def test_no_pages(accumulate: Accumulate, device: str) -> None:
     pool = torch.ones(2, 2, PAGE, DIM, device=device)
     nothing = torch.empty(GROUPS, 0, DIM, device=device)
-    accumulate(
-        pool, torch.empty(GROUPS, 0, dtype=torch.int32, device=device), nothing, nothing, first=True, seed=0
-    )
+    accumulate(pool, torch.empty(GROUPS, 0, dtype=torch.int32, device=device), nothing, nothing, first=True, seed=0)
     assert (pool == 1).all()
 
 
@@ -85,9 +79,7 @@ def test_bfloat16_rounds_to_a_neighbour_and_repeats(accumulate: Accumulate, devi
     dk, dv = (token_major(GROUPS, PAGES * PAGE, DIM, torch.float32, device) for _ in range(2))
     results = []
     for seed in (3, 3, 4):
-        pool = torch.full(
-            (GROUPS * PAGES + SPARE, 2, PAGE, DIM), float("nan"), dtype=torch.bfloat16, device=device
-        )
+        pool = torch.full((GROUPS * PAGES + SPARE, 2, PAGE, DIM), float("nan"), dtype=torch.bfloat16, device=device)
         accumulate(pool, slots, dk, dv, first=True, seed=seed)
         results.append(pool[slots.long()])
     assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
@@ -117,20 +109,14 @@ def test_bfloat16_sum_is_unbiased(accumulate: Accumulate, device: str) -> None:
     for seed in range(steps):
         accumulate(pool, slots, grad, -grad, first=False, seed=seed)
     moved = (pool.float() - 1).cpu()
-    deviation = (steps * step * 2**-7) ** 0.5 / (
-        2 * page * dim
-    ) ** 0.5  # variance per add: step * (spacing - step)
+    deviation = (steps * step * 2**-7) ** 0.5 / (2 * page * dim) ** 0.5  # variance per add: step * (spacing - step)
     assert abs(moved[:, 0].mean() - steps * step) < 5 * deviation
     assert abs(moved[:, 1].mean() + steps * step) < 5 * deviation
 
 
 @pytest.mark.parametrize(("accumulate", "device"), PLACES)
-def test_bfloat16_keeps_values_it_can_hold_and_what_is_not_finite(
-    accumulate: Accumulate, device: str
-) -> None:
-    values = torch.tensor(
-        [0.0, 1.5, -2.0, float("inf"), float("-inf"), float("nan"), 3e38, 2.0**-126], device=device
-    )
+def test_bfloat16_keeps_values_it_can_hold_and_what_is_not_finite(accumulate: Accumulate, device: str) -> None:
+    values = torch.tensor([0.0, 1.5, -2.0, float("inf"), float("-inf"), float("nan"), 3e38, 2.0**-126], device=device)
     values = values.to(torch.bfloat16)
     pool = torch.zeros(1, 2, 1, 8, dtype=torch.bfloat16, device=device)
     slots = torch.zeros(1, 1, dtype=torch.int32, device=device)

@@ -52,9 +52,7 @@ def check(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "functions", [(store_pages, load_pages), (store_pages_reference, load_pages_reference)]
-)
+@pytest.mark.parametrize("functions", [(store_pages, load_pages), (store_pages_reference, load_pages_reference)])
 def test_reference(functions: tuple[Any, Any], dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     check(*functions, "cpu", dtype, shape)
 

@@ -75,9 +75,7 @@ def test_kernel_over_several_blocks(device: str, dtype: torch.dtype, monkeypatch
     check(launch_token_log_probs, launch_token_log_probs_backward_, device, dtype)
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(d, marks=ON_GPU, id=str(d)) for d in (torch.float32, torch.bfloat16)]
-)
+@pytest.mark.parametrize("dtype", [pytest.param(d, marks=ON_GPU, id=str(d)) for d in (torch.float32, torch.bfloat16)])
 def test_kernel_at_full_vocabulary(dtype: torch.dtype) -> None:
     check(launch_token_log_probs, launch_token_log_probs_backward_, "cuda", dtype, rows=64, vocab=152_064)
 
@@ -93,9 +91,7 @@ def test_kernel_at_full_vocabulary(dtype: torch.dtype) -> None:
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted here"),
             id="interpreted",
         ),
-        pytest.param(
-            launch_token_log_probs, launch_token_log_probs_backward_, "cuda", marks=ON_GPU, id="gpu"
-        ),
+        pytest.param(launch_token_log_probs, launch_token_log_probs_backward_, "cuda", marks=ON_GPU, id="gpu"),
     ],
 )
 def test_extreme_logits_and_no_rows(

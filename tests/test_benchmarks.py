@@ -1,0 +1,33 @@
+"""The benchmarks run, at tiny size; what they print has the shape that docs/benchmarks.md shows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import run
+from benchmarks.registry import BENCHMARKS, Row, table
+
+
+def test_whole_step_at_tiny_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    options = "whole_step --shape tiny --lengths 300 --chunk-tokens 128 --timed 1 --sides oomb oomb-no-kept peer"
+    monkeypatch.setattr(sys, "argv", ["run", *options.split(), "--out", str(out)])
+    assert run.main() == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["side"] for row in rows] == ["oomb", "oomb-no-kept", "peer"]
+    assert all(row["seconds"] > 0 and row["tokens_per_second"] > 0 and row["torch"] for row in rows)
+    assert "| benchmark | side |" in capsys.readouterr().out
+
+
+def test_every_benchmark_has_a_name_that_the_command_line_takes() -> None:
+    assert {"whole_step", "profile_step"} <= set(BENCHMARKS)
+
+
+def test_a_row_without_a_measurement_says_so() -> None:
+    assert "| nan |" in table([Row("whole_step", "peer", 4096, note="out of memory")])
