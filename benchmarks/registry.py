@@ -71,13 +71,9 @@ def environment() -> dict[str, Any]:
 
 def table(rows: list[Row]) -> str:
     """Rows as a markdown table."""
-    lines = [
-        "| benchmark | side | tokens | s/step | tok/s | peak GiB | note |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r.benchmark} | {r.side} | {r.tokens:,} | {r.seconds:.2f} | {r.floor_seconds:.2f} | {r.tokens_per_second:,.0f} "
-        f"| {r.peak_gib:.1f} | {r.note} |"
-        for r in rows
-    ]
+    names = ("benchmark", "side", "tokens", "s/step", "floor, s", "tok/s", "peak GiB", "note")
+    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for r in rows:
+        numbers = f"{r.seconds:.2f} | {r.floor_seconds:.2f} | {r.tokens_per_second:,.0f} | {r.peak_gib:.1f}"
+        lines.append(f"| {r.benchmark} | {r.side} | {r.tokens:,} | {numbers} | {r.note} |")
     return "\n".join(lines)

@@ -52,7 +52,7 @@ def sweep(axes: Axes, title: str, *, backward: bool) -> None:
     start, end = (0.0, -0.3), (CHUNKS * 1.5 - 0.25, -0.3)
     arrow(axes, end, start, "black") if backward else arrow(axes, start, end, "black")
     words = (
-        "right to left: leave dK, dV of earlier tokens in their page gradients; take what later chunks left in one's own"
+        "right to left: leave dK, dV with the pages of earlier tokens; take what later chunks left with one's own"
         if backward
         else "left to right: attend to own tokens and to all earlier pages"
     )
