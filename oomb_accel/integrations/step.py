@@ -16,7 +16,7 @@ from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.outputs import OombOutput
 from oomb_accel.integrations.rope import check_length
 from oomb_accel.integrations.stream import Stream, build_stream, check_targets
-from oomb_accel.integrations.support import check_checkpointing, switched_on_outputs
+from oomb_accel.integrations.support import check_checkpointing, check_device, switched_on_outputs
 from oomb_accel.keep import chunks_to_keep, free_bytes
 from oomb_accel.loss import target_log_probs
 from oomb_accel.pages import PagedKVCache
@@ -39,6 +39,7 @@ def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | tuple
         check_checkpointing(state.checkpointed)
     tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
     device = tokens.device
+    check_device(state.base, tokens)
     stream = build_stream(
         batch, chunk_tokens=state.config.chunk_tokens, page_tokens=state.config.page_tokens, device=device
     )

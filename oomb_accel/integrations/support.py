@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 SUPPORTED_MODEL_TYPES = frozenset(
@@ -110,6 +110,12 @@ def refusals(model: nn.Module, base: PreTrainedModel) -> list[str]:
     reasons += switched_on_outputs(base)
     if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
         reasons.append("The model attends in both directions; chunk recurrence needs causal attention.")
+    devices = {str(device) for device in (getattr(base, "hf_device_map", None) or {}).values()}
+    if len(devices) > 1:
+        reasons.append(
+            f"The model is spread over {', '.join(sorted(devices))}. Load it onto one device, "
+            "for instance with device_map={'': 0}."
+        )
     for name, adapter in (getattr(model, "peft_config", None) or {}).items():
         if getattr(adapter, "is_prompt_learning", False):
             reasons.append(
@@ -131,6 +137,21 @@ def switched_on_outputs(base: PreTrainedModel) -> list[str]:
         if getattr(config, name, False):
             reasons.append(f"{name} is on in the config: it costs memory in the length. Set config.{name} = False.")
     return reasons
+
+
+def check_device(base: PreTrainedModel, tokens: Tensor) -> None:
+    """Refuse inputs on another device than the model, as replicas of DataParallel get them.
+
+    Raises:
+        ValueError: naming both devices.
+    """
+    home = base.get_input_embeddings().weight.device
+    if tokens.device != home:
+        raise ValueError(
+            f"The batch is on {tokens.device}, the model on {home}.\n"
+            "  Under torch's DataParallel (several visible GPUs, no launcher) chunks cannot work.\n"
+            f"  Move the batch with .to({str(home)!r}), start with accelerate launch, or set CUDA_VISIBLE_DEVICES=0."
+        )
 
 
 def checkpointed_modules(base: PreTrainedModel) -> tuple[nn.Module, ...]:

@@ -103,11 +103,11 @@ def disable(model: nn.Module) -> None:
 
 def _replacement(state: Attachment) -> Callable[..., Any]:
     original = state.forward
-    parameters = inspect.signature(original).parameters
+    names = _positional_names(original) or _positional_names(state.base.forward)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        kwargs.update(zip(parameters, args, strict=False))
+        kwargs.update(zip(names, args, strict=False))
         has_labels = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
         if not state.active:
             return original(**kwargs)
@@ -121,6 +121,12 @@ def _replacement(state: Attachment) -> Callable[..., Any]:
 
     setattr(forward, STATE, state)
     return forward
+
+
+def _positional_names(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that can be given by position; none for ``*args``, as in PEFT's generic model."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, p in inspect.signature(function).parameters.items() if p.kind in kinds]
 
 
 def _refuse_training_without_labels(state: Attachment) -> None:

@@ -50,3 +50,18 @@ def test_a_label_that_is_no_token_id_is_an_error() -> None:
         layout.batch["labels"][0, 20] = wrong
         with pytest.raises(ValueError, match=rf"(?s)label.*{wrong}"):
             model(**layout.batch)
+
+
+def test_a_batch_on_another_device_is_an_error() -> None:
+    """As replicas of DataParallel would get it."""
+    model = oomb_accel.enable(tiny_model(), config())
+    batch = {name: value.to("meta") for name, value in padded(documents_of(30)).batch.items()}
+    with pytest.raises(ValueError, match=r"(?s)batch is on meta, the model on cpu.*accelerate launch"):
+        model(**batch)
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = tiny_model()
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 1}
+    with pytest.raises(ValueError, match=r"(?s)spread over 0, 1.*device_map"):
+        oomb_accel.enable(model, config())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -172,3 +172,15 @@ def test_the_banner_says_what_is_active() -> None:
     text = oomb_accel.banner(model)
     for part in ("MistralForCausalLM", "3 layers", "16 tokens", "pages 4", "dense", "torch", "8 tokens", "1,024"):
         assert part in text, text
+
+
+def test_arguments_by_position_also_in_a_generic_peft_model() -> None:
+    """Without a task type, PEFT's forward takes ``*args``: names come from the model inside."""
+    batch = padded(documents_of(50)).batch
+    adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    oomb_accel.enable(adapted, config())
+    by_name = adapted(**batch).loss
+    by_position = adapted(batch["input_ids"], labels=batch["labels"]).loss
+    assert_same_bits(by_position, by_name)
+    with torch.no_grad():
+        assert adapted(batch["input_ids"]).logits.shape == (1, 50, 128)
