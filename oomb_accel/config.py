@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -159,3 +160,19 @@ def _spell(option: Any) -> str:
 
 
 _TYPES: dict[str, Any] = typing.get_type_hints(OombConfig)
+
+
+def _naming_unknown_settings(init: Callable[..., None]) -> Callable[..., None]:
+    """The dataclass's constructor, with the nearest valid name in the error for a misspelt one."""
+
+    @functools.wraps(init)
+    def checked(self: OombConfig, **settings: Any) -> None:
+        for name in settings:
+            if name not in _TYPES:
+                raise ValueError(unknown_key_message(name, list(_TYPES), "OombConfig"))
+        init(self, **settings)
+
+    return checked
+
+
+OombConfig.__init__ = _naming_unknown_settings(OombConfig.__init__)  # type: ignore[method-assign]

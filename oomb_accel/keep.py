@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
 import torch
 
-from oomb_accel.schedule import ChunkSchedule
+from oomb_accel.schedule import Chunk
 
 RESERVE = 0.06
 """Share of the device that is never planned for: workspaces and fragmentation."""
@@ -45,13 +45,19 @@ def free_bytes(device: torch.device) -> int:
     return free + cached - int(RESERVE * total)
 
 
-def chunks_to_keep(schedule: ChunkSchedule, bytes_per_token: int, budget_bytes: float) -> frozenset[int]:
-    """The latest chunks whose outputs fit the budget. Those have the longest past, so they save the most.
+def chunks_to_keep(chunks: Sequence[Chunk], bytes_per_token: int, budget_bytes: float) -> frozenset[int]:
+    """The latest of these chunks whose outputs fit the budget. They have the longest past, so they save the most.
 
-    The very last chunk is left out: its graph holds its own outputs.
+    Args:
+        chunks: in stream order.
+        bytes_per_token: of attention outputs and LSE, over all layers.
+        budget_bytes: may be negative: then nothing is kept.
+
+    Returns:
+        Indices of the chunks.
     """
     kept: set[int] = set()
-    for chunk in reversed(schedule.chunks[:-1]):
+    for chunk in reversed(chunks):
         budget_bytes -= chunk.num_tokens * bytes_per_token
         if budget_bytes < 0:
             break

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from oomb_accel.attention import AttentionSettings, ChunkPass, Sweep
+from oomb_accel.hooks import without_hooks
 from oomb_accel.keep import ActivationMeter
 from oomb_accel.pages import PagedKVCache
 from oomb_accel.progress import ChunkEvent
@@ -72,17 +73,24 @@ def run_recurrence(
     the forward sweep alone.
 
     Args:
+        model: runs one chunk.
+        schedule: of the stream; at least one chunk.
+        cache: empty, for this stream.
         parameters: the trainable parameters that ``model`` uses.
         embeds_1TD: input embeddings of the stream ``[1, T, D]``, or None when the model takes token ids.
         kept_chunks: chunks whose attention outputs are kept for the backward sweep.
 
     Returns:
         ``[num_targets]`` in fp32, in stream order.
+
+    Raises:
+        RuntimeError: in its backward, if the backward has run before or the model has changed since the forward.
     """
     recurrence = ChunkRecurrence(model, schedule, cache, settings, kept_chunks, device)
     if not torch.is_grad_enabled():
         return recurrence.forward_sweep(embeds_1TD)
-    if len(schedule.chunks) == 1 and settings.keep_last_graph:
+    # Deterministic kernels are asked for around each sweep, and an ordinary step's backward is the caller's.
+    if len(schedule.chunks) == 1 and settings.keep_last_graph and not settings.attention.deterministic:
         return recurrence.ordinary_step(embeds_1TD)
     leaves = list(parameters) + ([embeds_1TD] if embeds_1TD is not None else [])
     log_probs_N: Tensor = _Recurrence.apply(recurrence, embeds_1TD is not None, *leaves)
@@ -109,6 +117,7 @@ class _Recurrence(torch.autograd.Function):
                 "The backward of this step has already run; its pages are freed.\n"
                 "  Call backward once per forward (sum losses first), or run the forward again."
             )
+        recurrence.refuse_changes()
         ctx.recurrence = None
         leaves = ctx.saved_tensors
         parameters, embeds_1TD = (leaves[:-1], leaves[-1]) if ctx.has_embeds else (leaves, None)
@@ -175,7 +184,6 @@ class ChunkRecurrence:
         Args:
             grad_N: gradient of each target's log-probability, ``[num_targets]``.
         """
-        self._refuse_changes()
         sums = [torch.zeros_like(p, dtype=_wide(p)) if p.requires_grad else None for p in parameters]
         wanted = [p for p in parameters if p.requires_grad]
         held = [s for s in sums if s is not None]
@@ -183,13 +191,7 @@ class ChunkRecurrence:
         for done, chunk in enumerate(reversed(self._schedule.chunks), start=1):
             log_probs_N, leaf_1TD = self._take_graph(chunk, embeds_1TD)
             inputs = wanted + ([leaf_1TD] if leaf_1TD is not None and embeds_grad is not None else [])
-            with deterministic_algorithms(self._settings.attention.deterministic):
-                grads = torch.autograd.grad(
-                    log_probs_N,
-                    inputs,
-                    grad_N[chunk.first_target : chunk.end_target],
-                    allow_unused=True,  # a parameter may play no part in this chunk
-                )
+            grads = self._gradients(log_probs_N, inputs, grad_N[chunk.first_target : chunk.end_target])
             del log_probs_N
             _add_to_sums(held, grads[: len(wanted)])
             if embeds_grad is not None and grads[-1] is not None:
@@ -200,6 +202,15 @@ class ChunkRecurrence:
             self._report("backward", done, self._schedule.num_tokens - chunk.start)
         results = [s.to(p.dtype) if s is not None else None for s, p in zip(sums, parameters, strict=True)]
         return results + ([embeds_grad] if embeds_1TD is not None else [])
+
+    def _gradients(self, log_probs_N: Tensor, inputs: list[Tensor], grad_N: Tensor) -> tuple[Tensor | None, ...]:
+        with (
+            deterministic_algorithms(self._settings.attention.deterministic),
+            torch.autocast(self._device.type, enabled=False),  # a backward has the precision of its forward
+            without_hooks(inputs),
+        ):
+            # A parameter may play no part in a chunk.
+            return torch.autograd.grad(log_probs_N, inputs, grad_N, allow_unused=True)
 
     def _take_graph(self, chunk: Chunk, embeds_1TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The chunk's log-probabilities with a graph: kept from the forward sweep, or by running it again."""
@@ -230,8 +241,12 @@ class ChunkRecurrence:
         with self._settings.pass_context(), deterministic_algorithms(self._settings.attention.deterministic):
             return self._model(run, embeds_1TD)
 
-    def _refuse_changes(self) -> None:
-        """The recompute must see the model that the forward sweep saw."""
+    def refuse_changes(self) -> None:
+        """Refuse a model that is not the one of the forward sweep.
+
+        Raises:
+            RuntimeError: naming what has changed.
+        """
         now = self._settings.fingerprint()
         changed = [name for name, value in self._fingerprint.items() if now[name] != value]
         if changed:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     {"config", "schedule", "progress"},
     {"pages"},
-    {"attention", "loss", "keep", "rng"},
+    {"attention", "loss", "hooks", "keep", "rng"},
     {"recurrence"},
     {"integrations"},
     {"<facade>"},

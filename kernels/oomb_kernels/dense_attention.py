@@ -49,7 +49,7 @@ def choose_backend(
     remedy = f"Use backend='auto' or '{possible[0]}'." if possible else "Use a floating-point dtype, e.g. bfloat16."
     raise ValueError(
         f"attention backend {requested!r} cannot run this call.\n"
-        f"{refused} (dtype {dtype}, head_dim {head_dim}, {num_q} queries, {num_k} keys, {call}).\n{remedy}"
+        f"{refused} (dtype {dtype}, head_dim {head_dim}, {num_q} queries, {num_k} keys).\n{remedy}"
     )
 
 

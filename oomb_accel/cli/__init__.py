@@ -70,9 +70,12 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _raised_here(error: Exception) -> bool:
-    """Whether the innermost frame belongs to this package."""
+    """Whether the innermost frame belongs to these packages."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] == "oomb_accel"
+    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] in (
+        "oomb_accel",
+        "oomb_kernels",
+    )
 
 
 def _usage() -> str:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations.parity import ParityReport, check_parity, check_parity_low_precision
 from oomb_accel.integrations.support import base_model_of, model_facts, refusals
+from oomb_accel.training.model import check_folder, load_error
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -24,6 +25,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("There is no CUDA device here.\n  Got --device cuda.\n  Use --device cpu.")
     dtype = _DTYPES[options.dtype]
     torch.manual_seed(options.seed)
     model = _load(options.model, options.layers, options.random_weights)
@@ -79,16 +82,28 @@ def _load(name: str, layers: int, random_weights: bool) -> PreTrainedModel:
     path = Path(name)
     if path.suffix == ".json" and not path.is_file():
         raise ValueError(f"There is no file {name}.\n  Pass a folder, a hub id or an existing config.json.")
-    config = AutoConfig.from_pretrained(path.parent if path.suffix == ".json" else name)
+    if layers < 0:
+        raise ValueError(f"A model cannot be cut to {layers} layers.\n  Use --layers 2, or 0 to keep all.")
+    random_weights = random_weights or path.suffix == ".json"
+    source = str(path.parent) if path.suffix == ".json" else name
+    check_folder(source)
+    try:
+        return _build(source, layers, random_weights)
+    except (OSError, ValueError) as error:
+        raise load_error(name, error) from error
+
+
+def _build(source: str, layers: int, random_weights: bool) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(source)
     text = config.get_text_config()
     if layers:
         text.num_hidden_layers = min(layers, text.num_hidden_layers)
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[: text.num_hidden_layers]
-    if random_weights or path.suffix == ".json":
+    if random_weights:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     else:
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
     assert isinstance(model, PreTrainedModel)
     return model
 

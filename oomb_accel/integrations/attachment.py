@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from oomb_accel.attention import AttentionSettings
 from oomb_accel.config import OombConfig
+from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.rope import DocumentRope
 from oomb_accel.integrations.support import ModelFacts, checkpointed_modules
 from oomb_accel.keep import ActivationMeter
@@ -35,14 +36,18 @@ class Attachment:
     facts: ModelFacts
     forward: Callable[..., Any]
     on_chunk: Callable[[ChunkEvent], None] | None
+    own_forward: bool
+    """Whether the model had an instance attribute ``forward`` before ours."""
     active: bool = True
-    own_forward: bool = False
     announced: bool = False
     rope: DocumentRope = field(init=False)
     meter: ActivationMeter = field(init=False)
     checkpointed: tuple[nn.Module, ...] = field(init=False)
     """Modules that gradient checkpointing may be switched on for."""
+    configs: tuple[Any, ...] = field(init=False)
+    """Config objects that attention layers read their implementation from."""
     modules: tuple[nn.Module, ...] = field(init=False)
+    """All modules of the model."""
     adapter_layers: tuple[BaseTunerLayer, ...] = field(init=False)
     lora_layers: tuple[BaseTunerLayer, ...] = field(init=False)
     """Plain LoRA layers, whose input cast is redundant under autocast."""
@@ -53,6 +58,10 @@ class Attachment:
         # Found once: a walk over all modules takes milliseconds, in which the GPU would wait at every step.
         self.checkpointed = checkpointed_modules(self.base)
         self.modules = tuple(self.model.modules())
+        layers = (
+            module.config for module in self.modules if hasattr(module, "layer_idx") and hasattr(module, "config")
+        )
+        self.configs = tuple({id(config): config for config in (self.base.config.get_text_config(), *layers)}.values())
         self.adapter_layers = tuple(m for m in self.modules if isinstance(m, BaseTunerLayer))
         self.lora_layers = tuple(m for m in self.adapter_layers if _is_plain_lora(m))
 
@@ -80,8 +89,40 @@ class Attachment:
             "oomb_accel was switched off": self.active,
             "train() or eval()": [module.training for module in self.modules],
             "the active adapter": [(m.active_adapters, m.disable_adapters) for m in self.adapter_layers],
-            "the values of its parameters": [p._version for p in self.model.parameters()],
+            "the scaling of an adapter": [dict(getattr(m, "scaling", {})) for m in self.adapter_layers],
+            "the values of its parameters": [(p._version, p.data_ptr()) for p in self.model.parameters()],
         }
+
+    def check_attached(self) -> None:
+        """Refuse a step when attention would not come to us, or parameters are not whole.
+
+        Raises:
+            RuntimeError: somebody set another attention implementation.
+            ValueError: the model was sharded by FSDP.
+        """
+        for config in self.configs:
+            if not attention_interface.is_registered(config._attn_implementation):
+                raise RuntimeError(
+                    "The attention implementation was changed after oomb_accel was switched on.\n"
+                    f"  It is {config._attn_implementation!r} now; perhaps another model shares its config object.\n"
+                    "  Call oomb_accel.disable(model) and oomb_accel.enable(model, config) again."
+                )
+        if not self.announced and any("FSDP" in t.__name__ for m in self.model.modules() for t in type(m).__mro__):
+            raise ValueError(
+                "FSDP shards the parameters that chunks need whole; its gradients would be lost.\n"
+                "  Use DDP: accelerate launch --multi_gpu, or train on one GPU."
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles of a model that is switched on would still run the original.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "A model that oomb_accel is on for cannot be copied or pickled: the copy would train the original.\n"
+            "  Call oomb_accel.disable(model) first, or copy before enable; to save, use save_pretrained or state_dict."
+        )
 
     def page_shape(self) -> PageShape:
         return PageShape(

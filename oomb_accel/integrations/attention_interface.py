@@ -35,6 +35,11 @@ def register(original: str) -> str:
     return name
 
 
+def is_registered(name: str) -> bool:
+    """Whether this implementation is chunk attention."""
+    return name.startswith(_PREFIX)
+
+
 def original_of(name: str) -> str:
     """The implementation that a registered name stands on."""
     return name.removeprefix(_PREFIX)

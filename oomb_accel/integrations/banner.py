@@ -13,12 +13,15 @@ from oomb_kernels import AttentionCall, choose_backend
 def banner(model: nn.Module) -> str:
     """What is active for a model that is switched on: chunks, pages, attention backends, RoPE, parameters.
 
-    Tells of the device that the model is on now and of the autocast mode that is set now.
+    Tells of the device that the model is on now and of the autocast mode that is set now. Asking for it counts as
+    having said it: the first step then says nothing.
 
     Raises:
         ValueError: the model is not switched on, or a forced backend cannot do its attention.
     """
-    return describe(attachment_of(model))
+    state = attachment_of(model)
+    state.announced = True
+    return describe(state)
 
 
 def describe(state: Attachment) -> str:

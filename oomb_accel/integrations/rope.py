@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -69,8 +70,8 @@ class DocumentRope:
     """Gives each segment of a chunk the frequencies of its whole document."""
 
     def __init__(self, base: nn.Module) -> None:
-        self._segments: Sequence[tuple[int, int]] | None = None
-        self._wrapped: list[nn.Module] = []
+        self._now = threading.local()  # passes run in the caller's thread or in autograd's
+        self._wrapped: list[tuple[nn.Module, Any]] = []
         for name, module in base.named_modules():
             kind = getattr(module, "rope_type", None)
             kinds = kind.values() if isinstance(kind, dict) else [kind]
@@ -81,33 +82,36 @@ class DocumentRope:
                     f"{name} has a RoPE type that depends on the length and differs by layer type: {kind}.\n"
                     "  Use rope_type 'yarn', 'linear' or 'llama3' instead."
                 )
+            self._wrapped.append((module, vars(module).get("forward")))
             module.forward = self._wrap(module, module.forward)
-            self._wrapped.append(module)
 
     @contextmanager
     def segments(self, segments: Sequence[tuple[int, int]]) -> Iterator[None]:
         """Inside, a call covers segments of these (tokens, tokens of the whole document)."""
-        self._segments = segments
+        self._now.segments = segments
         try:
             yield
         finally:
-            self._segments = None
+            self._now.segments = None
 
     def remove(self) -> None:
         """Give the modules their own forward back."""
-        for module in self._wrapped:
+        for module, own_forward in self._wrapped:
             del module.forward
+            if own_forward is not None:
+                module.forward = own_forward
         self._wrapped = []
 
     def _wrap(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def by_document(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-            if self._segments is None:
+            segments = getattr(self._now, "segments", None)
+            if segments is None:
                 result: tuple[Tensor, ...] = forward(x, position_ids, *args, **kwargs)
                 return result
             pieces = []
             start = 0
-            for num_tokens, document_tokens in self._segments:
+            for num_tokens, document_tokens in segments:
                 _forget_length(module, x.device)
                 last = torch.full_like(position_ids[:, :1], document_tokens - 1)
                 positions = torch.cat([position_ids[:, start : start + num_tokens], last], dim=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -31,8 +31,16 @@ _BATCH_KEYS = {
 
 
 def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | tuple[Tensor, ...]:
-    """The chunked step: batch to stream, recurrence, loss."""
+    """The chunked step: batch to stream, recurrence, loss.
+
+    Args:
+        batch: arguments of the model's forward by name, with ``labels`` or ``shift_labels``; see `build_stream`.
+
+    Raises:
+        ValueError: inputs that contradict each other, that chunks do not know, or that ask for full logits.
+    """
     _check_request(batch)
+    state.check_attached()
     if reasons := switched_on_outputs(state.base):
         raise ValueError("A chunked step returns the loss only:\n  - " + "\n  - ".join(reasons))
     if state.model.training:
@@ -52,7 +60,7 @@ def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | tuple
         log_probs_N = _no_targets(tokens, parameters)
     else:
         log_probs_N = _log_probs(state, batch, stream, parameters, device)
-    loss = log_probs_N.neg().sum() / max(_normaliser(batch, stream), 1)
+    loss = log_probs_N.neg().sum() / _normaliser(batch, stream)
     shape = tokens.shape[:2]
     spread = log_probs_N.new_zeros(shape[0] * shape[1])
     log_probs_BL = spread.scatter(0, stream.target_index_N, log_probs_N).view(shape)
@@ -122,13 +130,16 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
     enabled = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type)
 
+    # PEFT's input casts must be the same in a checkpoint's recompute, which runs outside of the pass.
+    lora_layers = () if any(m.gradient_checkpointing and m.training for m in state.checkpointed) else state.lora_layers
+
     @contextmanager
     def modes() -> Iterator[None]:
-        with ExitStack() as stack:
-            if enabled:
-                # No cache: a weight cast without a graph must not serve a pass that needs one.
-                stack.enter_context(torch.autocast(device.type, dtype, cache_enabled=False))
-                stack.enter_context(_without_input_casts(state.lora_layers))
+        # No cache: a weight cast without a graph must not serve a pass that needs one.
+        with (
+            torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False),
+            _without_input_casts(lora_layers if enabled else ()),
+        ):
             yield
 
     return modes
@@ -138,12 +149,13 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
 def _without_input_casts(lora_layers: Iterable[Any]) -> Iterator[None]:
     """PEFT casts the input of each LoRA layer to the adapter's fp32, and autocast casts it back: the same values,
     three times the memory traffic."""
-    for layer in lora_layers:
+    casting = [layer for layer in lora_layers if getattr(layer, "cast_input_dtype_enabled", True)]
+    for layer in casting:
         layer.cast_input_dtype_enabled = False
     try:
         yield
     finally:
-        for layer in lora_layers:
+        for layer in casting:
             layer.cast_input_dtype_enabled = True
 
 
@@ -151,15 +163,20 @@ def _kept_chunks(state: Attachment, stream: Stream, device: torch.device) -> fro
     """Chunks whose attention outputs are kept for the backward sweep, by setting and free memory."""
     config, facts, shape = state.config, state.facts, state.page_shape()
     chunks = stream.schedule.chunks
-    if config.keep_outputs is False or not torch.is_grad_enabled() or len(chunks) < 2:
+    longest = max(chunk.num_tokens for chunk in chunks)
+    if config.keep_last_graph:
+        chunks = chunks[:-1]  # the last one's graph holds its outputs
+    if config.keep_outputs is False or not torch.is_grad_enabled():
         return frozenset()
     if config.keep_outputs is True:
-        return frozenset(chunk.index for chunk in chunks[:-1])
+        return frozenset(chunk.index for chunk in chunks)
     dtype = _compute_dtype(state.base, device)
     pages = shape.num_slots(stream.schedule) * (shape.slot_bytes(dtype) + shape.slot_bytes(shape.grad_dtype))
-    activations = max(chunk.num_tokens for chunk in chunks) * state.meter.bytes_per_token
+    activations = longest * state.meter.bytes_per_token
+    # Sums in fp32, what is returned, and what it is added to.
+    gradients = sum(p.numel() * (4 + 2 * p.element_size()) for p in state.model.parameters() if p.requires_grad)
     per_token = facts.num_layers * facts.num_heads * (facts.head_dim * dtype.itemsize + 4)
-    return chunks_to_keep(stream.schedule, per_token, free_bytes(device) - pages - activations)
+    return chunks_to_keep(chunks, per_token, free_bytes(device) - pages - activations - gradients)
 
 
 def _compute_dtype(base: PreTrainedModel, device: torch.device) -> torch.dtype:
@@ -176,10 +193,19 @@ def _normaliser(batch: dict[str, Any], stream: Stream) -> Any:
     or of left-padded rows, labels on padding) is taken off.
     """
     if batch.get("num_targets") is not None:
-        return batch["num_targets"]
-    if batch.get("num_items_in_batch") is not None:
-        return batch["num_items_in_batch"] - stream.overcount
-    return stream.num_targets
+        count = batch["num_targets"]
+        if not isinstance(count, Tensor) and count <= 0 < stream.num_targets:
+            raise ValueError(
+                "num_targets must be positive where there are targets.\n"
+                f"  Got num_targets={count}; this batch alone has {stream.num_targets}.\n"
+                "  Pass the sum of oomb_accel.count_targets(batch) over all micro-batches of the step."
+            )
+    elif batch.get("num_items_in_batch") is not None:
+        count = batch["num_items_in_batch"] - stream.overcount
+    else:
+        count = stream.num_targets
+    # A tensor on the GPU is not looked at: that would make the host wait.
+    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
 
 
 def _no_targets(tokens: Tensor, parameters: list[nn.Parameter]) -> Tensor:
@@ -194,7 +220,7 @@ def _no_targets(tokens: Tensor, parameters: list[nn.Parameter]) -> Tensor:
 
 def _check_request(batch: dict[str, Any]) -> None:
     for name in _FULL_OUTPUTS:
-        if batch.get(name):
+        if batch.get(name) not in (None, False):
             raise ValueError(
                 f"{name} cannot be given or returned in a chunked step.\n"
                 "  It would cost memory in the length of the document.\n"

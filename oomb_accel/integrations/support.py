@@ -42,7 +42,6 @@ class ModelFacts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int
     windows: tuple[int | None, ...]
     """Sliding window in tokens of each layer; None where the layer attends to everything."""
 
@@ -59,7 +58,7 @@ def base_model_of(model: nn.Module) -> PreTrainedModel:
         raise ValueError(
             f"{type(model).__name__} is not a transformers model.\n"
             "  enable() takes a causal language model of transformers, or a PEFT model around one.\n"
-            "  Pass the model before it is wrapped by DDP, FSDP or DeepSpeed."
+            "  Pass the model before it is compiled, or wrapped by DDP, FSDP or DeepSpeed."
         )
     return base
 
@@ -75,7 +74,6 @@ def model_facts(base: PreTrainedModel) -> ModelFacts:
         num_heads=num_heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=head_dim,
-        vocab_size=config.vocab_size,
         windows=_windows(config),
     )
 

@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -45,7 +46,12 @@ def enable(
     Raises:
         ValueError: the model, or something switched on in it, is not supported; the reason names it.
     """
-    config = config or OombConfig()
+    config = OombConfig() if config is None else config
+    if not isinstance(config, OombConfig):
+        raise ValueError(
+            f"enable() takes an OombConfig.\n  Got {type(config).__name__}.\n"
+            "  Use OombConfig.from_dict(...) for a mapping."
+        )
     if not config.enabled:
         logger.warning("oomb_accel stays off: enabled=False.")
         return model
@@ -58,8 +64,7 @@ def enable(
             f"oomb_accel does not support this model ({type(base).__name__}):\n  - " + "\n  - ".join(reasons)
         )
     _check_determinism(config)
-    facts = model_facts(base)
-    if facts.model_type not in SUPPORTED_MODEL_TYPES:
+    if base.config.model_type not in SUPPORTED_MODEL_TYPES:  # a wrapper for images has a type of its own
         _prove_unlisted(base)
     attach(model, config, on_progress=on_progress)
     return model
@@ -77,9 +82,12 @@ def attach(model: nn.Module, config: OombConfig, *, on_progress: Callable[[Chunk
         facts=model_facts(base),
         forward=model.forward,
         on_chunk=on_progress,
+        own_forward="forward" in vars(model),
     )
-    state.own_forward = "forward" in vars(model)
-    base.set_attn_implementation(attention_interface.register(base.config._attn_implementation))
+    name = attention_interface.register(base.config._attn_implementation)
+    base.set_attn_implementation(name)
+    for layer_config in state.configs:  # a module that PEFT copied has a config of its own
+        layer_config._attn_implementation_internal = name
     setattr(model, STATE, state)
     model.forward = _replacement(state)
 
@@ -92,7 +100,10 @@ def disable(model: nn.Module) -> None:
     own_forward, forward = state.own_forward, state.forward
     state.active = False  # whoever wrapped our forward meanwhile gets a plain one
     state.rope.remove()
-    state.base.set_attn_implementation(attention_interface.original_of(state.base.config._attn_implementation))
+    name = attention_interface.original_of(state.base.config._attn_implementation)
+    state.base.set_attn_implementation(name)
+    for layer_config in state.configs:
+        layer_config._attn_implementation_internal = name
     if getattr(vars(model).get("forward"), STATE, None) is state:  # nobody has wrapped our forward
         if own_forward:
             model.forward = forward
@@ -114,13 +125,22 @@ def _replacement(state: Attachment) -> Callable[..., Any]:
         if not has_labels:
             _refuse_training_without_labels(state)
             return original(**kwargs)
-        if not state.announced:  # at the first step: by now the model is where it will be trained
-            state.announced = True
-            logger.info("%s", describe(state))
-        return chunked_step(state, kwargs)
+        output = chunked_step(state, kwargs)
+        if not state.announced:  # after the first forward: the model is where it will be trained, and it works
+            _announce(state)
+        return output
 
     setattr(forward, STATE, state)
     return forward
+
+
+def _announce(state: Attachment) -> None:
+    """Say once what is on: to the log if somebody listens, else to stderr, and not at all with progress=False."""
+    state.announced = True
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", describe(state))
+    elif state.config.progress is not False and os.environ.get("RANK", "0") == "0":
+        print(describe(state), file=sys.stderr)
 
 
 def _positional_names(function: Callable[..., Any]) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from oomb_accel.training.recipe import Recipe
 
@@ -21,11 +22,11 @@ def load_model(recipe: Recipe) -> nn.Module:
         ValueError: no model folder and no model that the hub serves, or RoPE settings that do not fit it.
     """
     name = recipe.model_name_or_path
-    _check_folder(name)
+    check_folder(name)
     try:
         config = AutoConfig.from_pretrained(name, revision=recipe.revision)
     except (OSError, ValueError) as error:
-        raise _load_error(name, error) from error
+        raise load_error(name, error) from error
     if recipe.rope_parameters is not None:
         override_rope(config, recipe.rope_parameters)
     try:
@@ -33,7 +34,7 @@ def load_model(recipe: Recipe) -> nn.Module:
             name, revision=recipe.revision, config=config, dtype=_load_dtype(recipe)
         )
     except (OSError, ValueError) as error:
-        raise _load_error(name, error) from error
+        raise load_error(name, error) from error
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
@@ -42,7 +43,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
     Raises:
         ValueError: there is none.
     """
-    _check_folder(recipe.model_name_or_path)
+    check_folder(recipe.model_name_or_path)
     try:
         return AutoTokenizer.from_pretrained(recipe.model_name_or_path, revision=recipe.revision)
     except (OSError, ValueError) as error:
@@ -70,7 +71,13 @@ def override_rope(config: Any, override: dict[str, Any]) -> None:
             f"  Got kinds {', '.join(current)}.\n"
             "  Edit rope_parameters in the model's config.json instead."
         )
-    if override.get("rope_type", "default") != "default":
+    kind = override.get("rope_type", "default")
+    if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+        raise ValueError(
+            f"rope_parameters has a rope_type that transformers does not know.\n  Got {kind!r}.\n"
+            f"  Use one of {', '.join(sorted({'default', *ROPE_INIT_FUNCTIONS}))}."
+        )
+    if kind != "default":
         # transformers fills this in from the config when it is missing; here it is written down, to be seen.
         current = {"original_max_position_embeddings": config.max_position_embeddings} | current
     config.rope_parameters = {**current, **override}
@@ -157,7 +164,7 @@ def _load_dtype(recipe: Recipe) -> str | torch.dtype:
     return "auto" if recipe.lora_r > 0 else torch.float32
 
 
-def _load_error(name: str, error: Exception) -> ValueError:
+def load_error(name: str, error: Exception) -> ValueError:
     return ValueError(
         f"The model {name!r} cannot be loaded.\n  {error}\n"
         "  Set model_name_or_path to a folder with config.json and weights, "
@@ -165,7 +172,7 @@ def _load_error(name: str, error: Exception) -> ValueError:
     )
 
 
-def _check_folder(name: str) -> None:
+def check_folder(name: str) -> None:
     """Say at once what is wrong with a local path, before the hub is asked for it."""
     path = Path(name)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists()

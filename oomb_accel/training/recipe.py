@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,6 +203,7 @@ _REQUIRED = {
 
 _LEAST: dict[str, float] = {
     "lora_r": 0,
+    "lora_alpha": 1e-6,
     "lora_dropout": 0,
     "max_length": 2,
     "learning_rate": 0,
@@ -230,6 +232,10 @@ def hints() -> dict[str, Setting]:
 
 
 def _check_least(name: str, value: float | None) -> None:
+    if value is not None and not math.isfinite(value):
+        raise ValueError(
+            f"{name} must be a finite number.\n  Got {name}={value}.\n  Set {name}={max(_LEAST[name], 1)}."
+        )
     if value is not None and not value >= _LEAST[name]:
         raise ValueError(
             f"{name} is too small.\n  Got {name}={value}; the least is {_LEAST[name]}.\n"
