@@ -58,7 +58,7 @@ def base_model_of(model: nn.Module) -> PreTrainedModel:
         raise ValueError(
             f"{type(model).__name__} is not a transformers model.\n"
             "  enable() takes a causal language model of transformers, or a PEFT model around one.\n"
-            "  Pass the model before it is compiled, or wrapped by DDP, FSDP or DeepSpeed."
+            "  Pass the model before it is wrapped by DDP, FSDP or DeepSpeed, or compiled."
         )
     return base
 

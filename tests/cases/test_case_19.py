@@ -62,6 +62,6 @@ def test_a_batch_on_another_device_is_an_error() -> None:
 
 def test_a_model_on_several_devices_is_refused() -> None:
     model = tiny_model()
-    model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 1}
+    vars(model)["hf_device_map"] = {"model.embed_tokens": 0, "model.layers.0": 1}
     with pytest.raises(ValueError, match=r"(?s)spread over 0, 1.*device_map"):
         oomb_accel.enable(model, config())
