@@ -204,7 +204,7 @@ def test_sharded_models_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: oomb_accel.OombConfig(**{"chunk_token": 5}), "Did you mean 'chunk_tokens'"),
+        (lambda: config(chunk_token=5), "Did you mean 'chunk_tokens'"),
         (lambda: oomb_accel.enable(tiny_model(), {"chunk_tokens": 16}), "from_dict"),  # type: ignore[arg-type]
         (lambda: oomb_accel.enable(torch.compile(tiny_model()), config()), "compiled"),  # type: ignore[type-var]
     ],
