@@ -135,7 +135,9 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
 
     @contextmanager
     def modes() -> Iterator[None]:
-        # No cache: a weight cast without a graph must not serve a pass that needs one.
+        # No cache, and nothing left from a pass before: a weight cast without a graph must not serve a pass that
+        # needs one. The caller's own autocast may lie around this one, or a wrapped forward enter another.
+        torch.clear_autocast_cache()
         with (
             torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False),
             _without_input_casts(lora_layers if enabled else ()),

@@ -219,3 +219,21 @@ def test_the_banner_is_seen_once(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         model(**padded(documents_of(50)).batch)
     assert capsys.readouterr().err.count("oomb_accel on Qwen2ForCausalLM") == 1
+
+
+def test_an_autocast_inside_the_forward_and_one_around_the_step() -> None:
+    """As with a forward that Accelerate has wrapped: weights cast in the forward sweep are cached without a graph."""
+    layout = padded(documents_of(70))
+    wanted = None
+    for wrapped in (False, True):
+        model = with_lora(tiny_model())
+        if wrapped:
+            model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        oomb_accel.enable(model, config())
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**layout.batch).loss.backward()
+        gradients = parameter_gradients(model)
+        assert all(bool(gradient.any()) for gradient in gradients.values())
+        if wanted is not None:
+            assert_same_bits(gradients, wanted)
+        wanted = gradients
