@@ -24,19 +24,19 @@ def _train_one_rank(rank: int, port: int, folder: str, lora: bool) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=len(LENGTHS))
-    try:
-        model = with_lora(tiny_model()) if lora else tiny_model()
-        parallel = nn.parallel.DistributedDataParallel(oomb_accel.enable(model, config()))
-        layout = padded(_documents()[rank])
-        total = torch.tensor(oomb_accel.count_targets(layout.batch))
-        dist.all_reduce(total)
-        loss = parallel(**layout.batch, num_targets=int(total)).loss
-        (loss * len(LENGTHS)).backward()  # DDP averages over ranks
-        dist.all_reduce(loss := loss.detach().clone())
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        torch.save({"loss": loss, "gradients": gradients}, Path(folder) / f"rank{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    model = with_lora(tiny_model()) if lora else tiny_model()
+    parallel = nn.parallel.DistributedDataParallel(oomb_accel.enable(model, config()))
+    layout = padded(_documents()[rank])
+    total = torch.tensor(oomb_accel.count_targets(layout.batch))
+    dist.all_reduce(total)
+    loss = parallel(**layout.batch, num_targets=int(total)).loss
+    (loss * len(LENGTHS)).backward()  # DDP averages over ranks
+    dist.all_reduce(loss := loss.detach().clone())
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    torch.save({"loss": loss, "gradients": gradients}, Path(folder) / f"rank{rank}.pt")
+    dist.barrier()
+    # Not by returning: gloo's destructor waits, with the GIL, for a thread that may be waiting for the GIL.
+    os._exit(0)
 
 
 def _documents() -> list[list[Document]]:
