@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a small real model on one long document, from nothing. Arguments override recipe settings:
 #
-#   launch/demo.sh [key=value ...]
+#   launch/demo.sh [--key value ...]
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -200,11 +200,11 @@ class ProgressLine:
 
     def _draw(self, event: ChunkEvent) -> None:
         done = self._done(event)
-        parts = [f"{self.prefix}{event.sweep} chunk {event.chunk} of {event.num_chunks}"]
+        parts = [f"{self.prefix}{event.sweep} {event.chunk}/{event.num_chunks}"]
         if len(done) >= 2:
             elapsed = self._elapsed(done)
             parts.append(f"{(done[-1][0] - done[0][0]) / elapsed:,.0f} tok/s")
-            parts.append(f"{format_seconds(self._seconds_left(event, done, elapsed))} left in the step")
+            parts.append(f"{format_seconds(self._seconds_left(event, done, elapsed))} left")
         parts.extend(memory_parts(event.device))
         columns = shutil.get_terminal_size().columns
         self._stream.write("\r" + " | ".join(parts)[: columns - 1] + "\x1b[K")
@@ -237,7 +237,7 @@ def memory_parts(device: str) -> list[str]:
         import torch
 
         total = torch.cuda.get_device_properties(device).total_memory
-        parts.append(f"GPU {torch.cuda.memory_allocated(device) / GIB:.1f} of {total / GIB:.0f} GiB")
+        parts.append(f"GPU {torch.cuda.memory_allocated(device) / GIB:.1f}/{total / GIB:.0f} GiB")
     parts.append(f"host {host_bytes() / GIB:.1f} GiB")
     return parts
 

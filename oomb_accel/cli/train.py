@@ -51,7 +51,10 @@ def _help() -> str:
 
 def _describe(settings: type, prefix: str) -> list[str]:
     """One paragraph per field: its name, default and the docstring under it, read from the source."""
+    from oomb_accel.training.settings import Setting
+
     lines: list[str] = []
+    kinds = Setting.of(settings)
     defaults = {
         item.name: item.default for item in dataclasses.fields(settings) if item.default is not dataclasses.MISSING
     }
@@ -61,6 +64,7 @@ def _describe(settings: type, prefix: str) -> list[str]:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             name = statement.target.id
             if name in defaults and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                text = inspect.cleandoc(str(following.value.value)).replace("\n", "\n      ")
-                lines.append(f"  {prefix}{name} (default: {defaults[name]!r})\n      {text}")
+                text = inspect.cleandoc(str(following.value.value)).replace("``", "").replace("\n", "\n      ")
+                default = "required" if defaults[name] == "" else f"default: {defaults[name]!r}"
+                lines.append(f"  {prefix}{name}: {kinds[name].spell()} ({default})\n      {text}")
     return lines

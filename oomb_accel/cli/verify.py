@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations.parity import ParityReport, check_parity, check_parity_low_precision
@@ -33,8 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     reasons = refusals(model, base_model_of(model))
     if reasons:
         raise ValueError("This model is not supported:\n  - " + "\n  - ".join(reasons))
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    checked: nn.Module = nn.Module.to(model, device=device, dtype=wide)
+    checked: nn.Module = nn.Module.to(model, device=device, dtype=torch.float64)
     if options.lora:
         checked = _with_lora(model)
     config = OombConfig(
@@ -45,10 +45,10 @@ def main(arguments: Sequence[str]) -> int:
         progress=False,
     )
     documents = _documents(options.tokens, base_model_of(checked).config.get_text_config().vocab_size, device)
-    if dtype == torch.bfloat16:
-        report = check_parity_low_precision(checked, config, documents, dtype)
-    else:
+    if dtype == torch.float64:
         report = check_parity(checked, config, documents)
+    else:
+        report = check_parity_low_precision(checked, config, documents, dtype)
     print(_describe(options, model, documents, device))
     print(_table(report, show_all=options.all))
     return 0 if report.passed else 1
@@ -69,7 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--span-tokens", "--span_tokens", type=int, default=256)
     parser.add_argument("--backend", default="auto", choices=["auto", "cudnn", "flash", "torch"])
     parser.add_argument(
-        "--dtype", default="float32", choices=list(_DTYPES), help="bfloat16: at most twice plain's error"
+        "--dtype",
+        default="float64",
+        choices=list(_DTYPES),
+        help="float64 shows equality; float32 and bfloat16 allow twice the rounding error of plain training",
     )
     parser.add_argument("--lora", action="store_true", help="train LoRA on all linears instead of every parameter")
     parser.add_argument("--device", help="default: the GPU when there is one")
@@ -94,6 +97,7 @@ def _load(name: str, layers: int, random_weights: bool) -> PreTrainedModel:
 
 
 def _build(source: str, layers: int, random_weights: bool) -> PreTrainedModel:
+    logging.set_verbosity_error()  # weights of layers that are cut off are no news
     config = AutoConfig.from_pretrained(source)
     text = config.get_text_config()
     if layers:
@@ -130,7 +134,7 @@ def _describe(
     options: argparse.Namespace, model: PreTrainedModel, documents: list[Tensor], device: torch.device
 ) -> str:
     lengths = ", ".join(str(len(ids)) for ids in documents)
-    rule = "at most twice the error of plain bfloat16" if options.dtype == "bfloat16" else "equal up to rounding"
+    rule = "equal" if options.dtype == "float64" else f"at most twice the rounding error of plain {options.dtype}"
     return (
         f"{type(model).__name__}, {model_facts(model).num_layers} layers, {options.dtype} on {device}; "
         f"documents of {lengths} tokens in chunks of {options.chunk_tokens}, pages of {options.page_tokens}; {rule}"

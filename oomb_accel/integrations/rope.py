@@ -59,10 +59,12 @@ def check_length(config: Any, document_tokens: Sequence[int]) -> None:
     raise ValueError(
         "A document is longer than the range of positions that the model was trained or scaled for.\n"
         f"  Document: {longest:,} tokens; model: {describe_rope(config)}.\n"
-        "  Scale its RoPE when loading it, for instance with rope_parameters="
-        f"{{'rope_type': 'yarn', 'factor': {factor}.0, 'original_max_position_embeddings': {original}, "
-        f"'rope_theta': {_parameters(config).get('rope_theta', 10000.0)}}},\n"
-        "  shorten the document, or set beyond_trained_length='allow' to train beyond the range as it is."
+        f"  Scale its RoPE. In a recipe:  rope_parameters: {{rope_type: yarn, factor: {factor}.0, "
+        f"original_max_position_embeddings: {original}}}\n"
+        "  In Python, before loading:  config.rope_parameters.update(rope_type='yarn', "
+        f"factor={factor}.0, original_max_position_embeddings={original})\n"
+        f"  Or shorten the document to {limit:,} tokens (max_length and truncation in a recipe).\n"
+        "  Or train beyond the range as it is: beyond_trained_length 'allow' (oomb.beyond_trained_length in a recipe)."
     )
 
 

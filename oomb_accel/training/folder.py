@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,14 @@ class RunFolder:
                     "  Set another output_dir, or replace that run with --overwrite_output_dir."
                 )
         parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
-        if not os.access(parent, os.W_OK):
+        try:
+            with tempfile.TemporaryDirectory(prefix=".oomb-", dir=parent):
+                pass
+        except OSError as error:
             raise ValueError(
-                f"output_dir {str(self.path)!r} cannot be written.\n  {parent} is read-only for this user.\n"
+                f"output_dir {str(self.path)!r} cannot be written.\n  {error}.\n"
                 "  Set output_dir to a folder of your own."
-            )
+            ) from None
 
     def start(self) -> None:
         """Make the folder, remove the run it replaces, save the resolved recipe; later calls do nothing."""

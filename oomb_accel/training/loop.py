@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
 import oomb_accel
+from oomb_accel.integrations.rope import check_length
 from oomb_accel.progress import GIB, ProgressLine, host_bytes
 from oomb_accel.training.data import Corpus, check_vocabulary, collate, last_tokens_batch, load_corpus
 from oomb_accel.training.folder import METRICS, RunFolder
@@ -120,6 +122,8 @@ def _prepare(recipe: Recipe) -> Run:
     corpus = load_corpus(recipe, tokenizer)
     model = load_model(recipe)
     check_vocabulary(corpus.documents, model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    if recipe.oomb.enabled and recipe.oomb.beyond_trained_length == "error":
+        check_length(model.config, [len(document.input_ids) for document in corpus.documents])
     if apply_liger(model, recipe, accelerator.device):
         corpus.notes.append("Liger kernels for norms, RoPE and MLP")
     model = add_adapters(model, recipe)
@@ -266,12 +270,26 @@ def _says_what_is_left(run: Run) -> Iterator[None]:
     """When the run stops early, say what of it is on disk."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        run.say(f"stopped after step {run.summary.steps} of {run.num_steps} ({type(error).__name__})")
+        _save_what_is_done(run)
         saved = run.folder.last_saved
-        where = f"the last save is {saved}" if saved else "nothing was saved (save_steps saves on the way)"
-        logged = f"; losses are in {run.folder.path / METRICS}" if run.summary.steps else ""
-        run.say(f"stopped after step {run.summary.steps} of {run.num_steps}: {where}{logged}")
+        where = f"the last save is {saved}" if saved else "no step was finished, nothing was saved"
+        logged = f"; losses are in {run.folder.path / METRICS}" if (run.folder.path / METRICS).is_file() else ""
+        run.say(where + logged)
         raise
+
+
+def _save_what_is_done(run: Run) -> None:
+    """A checkpoint of the last finished step, unless there is one. Never hides the error that ended the run."""
+    steps = run.summary.steps
+    done = run.folder.last_saved in (run.folder.path, run.folder.path / f"checkpoint-{steps}")
+    if not steps or done or run.accelerator.num_processes > 1:  # the other processes may be gone
+        return
+    try:
+        _save(run, steps)
+    except Exception as error:
+        run.say(f"and the weights could not be saved: {error}")
 
 
 def _trainable(model: Any) -> list[torch.nn.Parameter]:
@@ -308,6 +326,8 @@ def _header(run: Run) -> str:
         f"steps: {run.num_steps} of {run.recipe.per_device_train_batch_size} x "
         f"{run.recipe.gradient_accumulation_steps} documents on {run.accelerator.num_processes} device(s)",
     ]
+    if not sys.stderr.isatty() and run.recipe.oomb.progress == "auto":
+        lines.append("no progress inside a step, as this is no terminal; --oomb.progress true shows it")
     return "\n".join(lines)
 
 

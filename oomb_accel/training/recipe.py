@@ -24,14 +24,14 @@ class Recipe:
     """
 
     model_name_or_path: str = ""
-    """Folder of a model, or its hub id. Required."""
+    """Folder of a model, or its hub id."""
 
     data_path: str = ""
     """A text file (one document), a .jsonl file (one document per row) or a folder (one document made of its
-    files). Required."""
+    files)."""
 
     output_dir: str = ""
-    """Folder for the adapter, metrics.jsonl, recipe.yaml and summary.json. Required."""
+    """Folder for the adapter, metrics.jsonl, resolved_recipe.yaml and summary.json."""
 
     overwrite_output_dir: bool = False
     """Replace an earlier run in output_dir."""
@@ -78,7 +78,7 @@ class Recipe:
     into documents that do not see each other."""
 
     optimizer: Literal["adamw"] = "adamw"
-    """Optimizer."""
+    """AdamW, fused on a GPU. Its state is for the trained parameters only."""
 
     learning_rate: float = 2e-4
     """Highest learning rate."""
@@ -114,7 +114,7 @@ class Recipe:
     """Print a line every so many steps; metrics.jsonl has every step."""
 
     save_steps: int = 0
-    """Save a checkpoint-N folder every so many steps; 0 saves at the end only."""
+    """Save a checkpoint-N folder every so many steps; 0 saves at the end, and when a run stops early."""
 
     mixed_precision: Literal["auto", "bf16", "no"] = "auto"
     """Autocast. "auto" is bf16 on a GPU and none on the CPU."""

@@ -34,9 +34,9 @@ def test_train_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["train", "--help"]) == 0
     text = capsys.readouterr().out
     for words in (
-        "--lora_r (default: 16)",
+        "--lora_r: a whole number (default: 16)",
         "Rank of the LoRA adapters",
-        "--oomb.chunk_tokens (default: 8192)",
+        "--oomb.chunk_tokens: a whole number (default: 8192)",
     ):
         assert words in text
 

@@ -51,14 +51,14 @@ def test_numbers(clock: Clock) -> None:
     line = ProgressLine(stream, min_interval_s=0.0)
     line.prefix = "step 1/2 | "
     shown = play(line, clock, [10.0] * 4, [20.0] * 4)
-    assert "step 1/2 | forward chunk 1 of 4 | host" in shown[0]
+    assert "step 1/2 | forward 1/4 | host" in shown[0]
     # 10 s per chunk: 2 chunks and, at three times the forward sweep's 40 s, the backward sweep are left.
-    assert "forward chunk 2 of 4 | 10 tok/s | 2:20 left" in shown[1]
-    assert "backward chunk 1 of 4 | 5 tok/s | 1:00 left" in shown[4]
+    assert "forward 2/4 | 10 tok/s | 2:20 left" in shown[1]
+    assert "backward 1/4 | 5 tok/s | 1:00 left" in shown[4]
     assert shown[7] == "\r\x1b[K"  # the step is over: the line goes
     # The second step knows that a backward sweep takes twice a forward sweep here.
     shown = play(line, clock, [10.0] * 4, [20.0] * 4)
-    assert "forward chunk 2 of 4 | 10 tok/s | 1:40 left" in shown[1]
+    assert "forward 2/4 | 10 tok/s | 1:40 left" in shown[1]
     assert "\n" not in stream.getvalue()
 
 
@@ -76,7 +76,7 @@ def test_quiet_when_not_a_terminal(clock: Clock) -> None:
     stream = io.StringIO()
     assert play(ProgressLine(stream, min_interval_s=0.0), clock, [1.0] * 3, [1.0] * 3) == [""] * 6
     play(ProgressLine(stream, force=True, min_interval_s=0.0), clock, [1.0] * 3, [1.0] * 3)
-    assert "forward chunk 1 of 3" in stream.getvalue()
+    assert "forward 1/3" in stream.getvalue()
 
 
 def test_quiet_on_other_ranks(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

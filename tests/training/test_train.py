@@ -143,14 +143,16 @@ def test_the_same_seed_gives_the_same_run(settings: dict[str, Any], write_recipe
     assert [epoch for _, epoch, _ in runs[0]] == [0] * 4 + [1] * 4
 
 
+@pytest.mark.parametrize("save_steps", [0, 1])
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (ZeroDivisionError, 1)])
-def test_a_stopped_run_keeps_its_last_save(
+def test_a_stopped_run_keeps_its_finished_steps(
     settings: dict[str, Any],
     write_recipe: Write,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     error: type[BaseException],
     code: int,
+    save_steps: int,
 ) -> None:
     one_step = loop._one_step
 
@@ -160,9 +162,11 @@ def test_a_stopped_run_keeps_its_last_save(
         one_step(run, step, *rest)
 
     monkeypatch.setattr(loop, "_one_step", stop)
-    assert main(["train", str(write_recipe(settings)), "--save_steps", "1"]) == code
+    assert main(["train", str(write_recipe(settings)), "--save_steps", str(save_steps)]) == code
     out = Path(settings["output_dir"])
-    assert f"stopped after step 2 of 3: the last save is {out / 'checkpoint-2'}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"stopped after step 2 of 3 ({error.__name__})" in printed
+    assert f"the last save is {out / 'checkpoint-2'}; losses are in" in printed
     assert len(metrics(out)) == 2
     base = AutoModelForCausalLM.from_pretrained(settings["model_name_or_path"])
     PeftModel.from_pretrained(base, out / "checkpoint-2")
@@ -182,6 +186,32 @@ def test_a_save_that_fails_leaves_no_half_folder(
         train(recipe_of(settings, write_recipe, save_steps=1))
     left = {item.name for item in Path(settings["output_dir"]).iterdir()}
     assert left == {"metrics.jsonl", "resolved_recipe.yaml"}
+
+
+def test_a_document_beyond_the_range_is_refused_before_the_first_step(
+    settings: dict[str, Any], write_recipe: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also when it is not the first one: hours of training would be lost otherwise."""
+    rows = [{"text": "short"}, {"text": "long " * 2000}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    path = write_recipe(settings | {"data_path": str(data), "max_length": None})
+    assert main(["train", str(path)]) == 1
+    said = capsys.readouterr()
+    assert "rope_parameters: {rope_type: yarn" in said.err and "step 1" not in said.out
+    assert not Path(settings["output_dir"]).exists()
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused_at_once(
+    settings: dict[str, Any], write_recipe: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", full)
+    assert main(["train", str(write_recipe(settings))]) == 1
+    said = capsys.readouterr()
+    assert "cannot be written" in said.err and "No space left" in said.err and "step 1" not in said.out
 
 
 def test_a_loss_that_is_no_number_stops_the_run(
