@@ -228,7 +228,7 @@ def test_an_autocast_inside_the_forward_and_one_around_the_step() -> None:
     for wrapped in (False, True):
         model = with_lora(tiny_model())
         if wrapped:
-            model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+            vars(model)["forward"] = torch.autocast("cpu", torch.bfloat16)(model.forward)
         oomb_accel.enable(model, config())
         with torch.autocast("cpu", torch.bfloat16):
             model(**layout.batch).loss.backward()
