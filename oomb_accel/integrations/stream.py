@@ -307,7 +307,7 @@ def _borders_from_seq_idx(batch: Mapping[str, Any], num_rows: int, num_columns: 
 
 
 def _warn_of_rows_without_targets(documents: list[Document], shifted: Ints, target_index: Ints) -> None:
-    with_targets = set((target_index // max(shifted.shape[1], 1)).tolist())
+    with_targets = set(np.unique(target_index // shifted.shape[1]).tolist())
     empty = sorted(set(range(shifted.shape[0])) - with_targets)
     if empty:
         names = ", ".join(str(row) for row in empty[:8])
