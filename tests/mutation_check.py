@@ -65,15 +65,15 @@ MUTATIONS = (
     Mutation(
         "mean of chunk means",
         "oomb_accel/integrations/step.py",
-        "    loss = log_probs_N.neg().sum() / max(_normaliser(batch, stream), 1)",
+        "    loss = log_probs_N.neg().sum() / _normaliser(batch, stream)",
         "    pieces = [log_probs_N[c.first_target : c.end_target] for c in stream.schedule.chunks if c.num_targets]\n"
         "    loss = -torch.stack([p.mean() for p in pieces]).mean() if pieces else log_probs_N.sum()",
     ),
     Mutation(
         "normalised by length",
         "oomb_accel/integrations/step.py",
-        "    return stream.num_targets",
-        "    return stream.schedule.num_tokens",
+        "        count = stream.num_targets",
+        "        count = stream.schedule.num_tokens",
     ),
     Mutation(
         "missing LSE merge",
@@ -122,8 +122,8 @@ MUTATIONS = (
     Mutation(
         "first document token as target",
         "oomb_accel/integrations/stream.py",
-        "    inside = shifted[document.row, document.start : document.end - 1]",
-        "    inside = shifted[document.row, document.start : document.end]",
+        "    end = document.end if document.end == shifted.shape[1] else document.end - 1",
+        "    end = document.end",
     ),
     Mutation(
         "targets of masked chunks only: past gradients dropped without targets",
