@@ -11,7 +11,6 @@ from tests.mutation_check import MUTATIONS, ROOT, Mutation, main
 def test_the_text_to_replace_is_there_once(mutation: Mutation) -> None:
     text = (ROOT / mutation.file).read_text(encoding="utf-8")
     assert text.count(mutation.old) == 1
-    assert mutation.new not in text
 
 
 @pytest.mark.slow
