@@ -102,3 +102,29 @@ def test_comparing_a_result_with_itself_is_zero() -> None:
 
     result = _reference(tiny_model(), [torch.arange(30)])
     assert all(row.error == 0 for row in compare(result, result).rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["{folder}", "--layers", "-1"], "cannot be cut to -1 layers"),
+        (["./not-there"], "is not a folder"),
+        (["{folder}", "--device", "cuda"], "no CUDA device"),
+        (["{folder}", "--backend", "cudnn", "--device", "cpu"], "cudnn: it needs a CUDA device"),
+    ],
+)
+def test_nonsense_gives_a_message_and_no_traceback(
+    folder: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    assert main(["verify", *(a.format(folder=folder) for a in arguments)]) == 1
+    error = capsys.readouterr().err
+    assert text in error and "Traceback" not in error
+
+
+def test_a_folder_without_a_model_gives_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert main(["verify", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "has no config.json" in error and "Traceback" not in error

@@ -360,7 +360,9 @@ def _closing(run: Run) -> str:
         lines.append(f"model: AutoModelForCausalLM.from_pretrained({folder})")
     else:
         base = json.dumps(recipe.model_name_or_path)
-        lines.append(f"adapter: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}), {folder})")
+        dtype = next(p.dtype for p in run.model.parameters() if not p.requires_grad)
+        load = f"AutoModelForCausalLM.from_pretrained({base}, dtype={dtype})"
+        lines.append(f"adapter: PeftModel.from_pretrained({load}, {folder})")
         if recipe.rope_parameters is not None:
             lines.append("  load the base with the same rope_parameters as in this recipe")
     return "\n".join(lines)

@@ -248,6 +248,8 @@ def test_output_folder_is_respected(
         ({"lora_target_modules": ["q_prj"]}, "no module called 'q_prj'"),
         ({"use_liger": True}, "Liger cannot run here"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters does not fit"),
+        ({"rope_parameters": {"rope_type": "foo"}}, "rope_type that transformers does not know"),
+        ({"oomb": {"backend": "cudnn"}}, "cudnn: it needs a CUDA device"),
         ({"oomb": {"chunk_tokens": 4, "page_tokens": 8}}, "at least one page"),
         ({"data_path": "long.txt"}, "longer than the range"),
     ],
