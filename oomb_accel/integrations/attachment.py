@@ -26,6 +26,10 @@ STATE = "_oomb_attachment"
 """Name of the attribute that holds the attachment, on the model and on its replaced forward."""
 
 
+_SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
+"""Classes that FSDP gives to modules, or wraps them in."""
+
+
 @dataclass(slots=True)
 class Attachment:
     """Everything that ``enable`` keeps between steps. The state of a step lives on the call, not here."""
@@ -40,6 +44,8 @@ class Attachment:
     """Whether the model had an instance attribute ``forward`` before ours."""
     active: bool = True
     announced: bool = False
+    seen_whole: bool = False
+    """Whether a step has found the model unsharded; looking takes a walk over all modules, so it is done once."""
     rope: DocumentRope = field(init=False)
     meter: ActivationMeter = field(init=False)
     checkpointed: tuple[nn.Module, ...] = field(init=False)
@@ -107,11 +113,15 @@ class Attachment:
                     f"  It is {config._attn_implementation!r} now; perhaps another model shares its config object.\n"
                     "  Call oomb_accel.disable(model) and oomb_accel.enable(model, config) again."
                 )
-        if not self.announced and any("FSDP" in t.__name__ for m in self.model.modules() for t in type(m).__mro__):
+        if self.seen_whole:
+            return
+        kinds = {kind.__name__ for module in self.model.modules() for kind in type(module).__mro__}
+        if kinds & _SHARDED:
             raise ValueError(
                 "FSDP shards the parameters that chunks need whole; its gradients would be lost.\n"
                 "  Use DDP: accelerate launch --multi_gpu, or train on one GPU."
             )
+        self.seen_whole = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles of a model that is switched on would still run the original.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from oomb_accel.integrations.attachment import Attachment, attachment_of
 from oomb_accel.integrations.rope import describe_rope
+from oomb_accel.integrations.support import compute_dtype
 from oomb_kernels import AttentionCall, choose_backend
 
 
@@ -71,11 +71,10 @@ def _backend(
     segments: tuple[int, ...] | None = None,
 ) -> str:
     device = next(state.model.parameters()).device
-    autocast = torch.is_autocast_enabled(device.type)
     return choose_backend(
         state.config.backend,
         device=device,
-        dtype=torch.get_autocast_dtype(device.type) if autocast else state.base.dtype,
+        dtype=compute_dtype(state.base, device),
         head_dim=state.facts.head_dim,
         call=AttentionCall(
             scale=1.0,

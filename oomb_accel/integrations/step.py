@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from oomb_accel.attention import ChunkPass
 from oomb_accel.integrations import attention_interface
@@ -16,7 +15,7 @@ from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.outputs import OombOutput
 from oomb_accel.integrations.rope import check_length
 from oomb_accel.integrations.stream import Stream, build_stream, check_targets
-from oomb_accel.integrations.support import check_checkpointing, check_device, switched_on_outputs
+from oomb_accel.integrations.support import check_checkpointing, check_device, compute_dtype, switched_on_outputs
 from oomb_accel.keep import chunks_to_keep, free_bytes
 from oomb_accel.loss import target_log_probs
 from oomb_accel.pages import PagedKVCache
@@ -172,19 +171,13 @@ def _kept_chunks(state: Attachment, stream: Stream, device: torch.device) -> fro
         return frozenset()
     if config.keep_outputs is True:
         return frozenset(chunk.index for chunk in chunks)
-    dtype = _compute_dtype(state.base, device)
+    dtype = compute_dtype(state.base, device)
     pages = shape.num_slots(stream.schedule) * (shape.slot_bytes(dtype) + shape.slot_bytes(shape.grad_dtype))
     activations = longest * state.meter.bytes_per_token
     # Sums in fp32, what is returned, and what it is added to.
     gradients = sum(p.numel() * (4 + 2 * p.element_size()) for p in state.model.parameters() if p.requires_grad)
     per_token = facts.num_layers * facts.num_heads * (facts.head_dim * dtype.itemsize + 4)
     return chunks_to_keep(chunks, per_token, free_bytes(device) - pages - activations - gradients)
-
-
-def _compute_dtype(base: PreTrainedModel, device: torch.device) -> torch.dtype:
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return base.dtype
 
 
 def _normaliser(batch: dict[str, Any], stream: Stream) -> Any:
@@ -233,10 +226,8 @@ def _check_request(batch: dict[str, Any]) -> None:
             "logits_to_keep has no meaning with labels here: full logits are never made.\n"
             "  Leave it out; outputs.log_probs has the log-probability of each target."
         )
-    unknown = [
-        key for key, value in batch.items() if key not in _BATCH_KEYS and value is not None and value is not False
-    ]
-    unknown = [key for key in unknown if key not in _FULL_OUTPUTS and key != "logits_to_keep"]
+    known = _BATCH_KEYS | {*_FULL_OUTPUTS, "logits_to_keep"}
+    unknown = [key for key, value in batch.items() if key not in known and value is not None and value is not False]
     if unknown:
         raise ValueError(
             f"The batch has inputs that a chunked step does not know: {', '.join(unknown)}.\n"

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -76,6 +77,13 @@ def model_facts(base: PreTrainedModel) -> ModelFacts:
         head_dim=head_dim,
         windows=_windows(config),
     )
+
+
+def compute_dtype(base: PreTrainedModel, device: torch.device) -> torch.dtype:
+    """What attention computes in: autocast's type where it is on now, else that of the weights."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return base.dtype
 
 
 def refusals(model: nn.Module, base: PreTrainedModel) -> list[str]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 import oomb_accel
@@ -190,12 +194,29 @@ def test_a_row_that_is_all_padding() -> None:
     assert_same_gradients(parameter_gradients(model), wanted.gradients)
 
 
-def test_sharded_models_are_refused_by_name() -> None:
-    class FSDPQwen(nn.Module):
-        """Stands for what fully_shard makes of a layer: a class of that kind in the module's bases."""
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
+
+@pytest.mark.parametrize("banner_first", [False, True])
+def test_models_sharded_by_fully_shard_are_refused(one_rank: None, banner_first: bool) -> None:
+    model = oomb_accel.enable(tiny_model(), config())
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    if banner_first:  # as `oomb train` does
+        oomb_accel.banner(model)
+    with pytest.raises(ValueError, match=r"(?s)FSDP.*DDP"):
+        model(**padded(documents_of(50)).batch)
+
+
+def test_layers_wrapped_by_the_older_fsdp_are_refused() -> None:
+    """That class needs a GPU to be made; what counts is its name in a layer's bases."""
+    wrapper = type("FullyShardedDataParallel", (nn.Module,), {})
     model = tiny_model()
-    model.model.layers[0].extra = FSDPQwen()
+    model.model.layers[0].extra = wrapper()
     oomb_accel.enable(model, config())
     with pytest.raises(ValueError, match=r"(?s)FSDP.*DDP"):
         model(**padded(documents_of(50)).batch)
