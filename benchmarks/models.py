@@ -6,15 +6,29 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from oomb_accel.integrations.support import base_model_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": dict(
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
         vocab_size=151936, tie_word_embeddings=True,
     ),
+    "qwen2.5-1.5b": dict(
+        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        vocab_size=151936, tie_word_embeddings=True,
+    ),
     "qwen2.5-7b": dict(
         hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        vocab_size=152064, tie_word_embeddings=False,
+    ),
+    "qwen2.5-14b": dict(
+        hidden_size=5120, intermediate_size=13824, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8,
+        vocab_size=152064, tie_word_embeddings=False,
+    ),
+    "qwen2.5-32b": dict(
+        hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8,
         vocab_size=152064, tie_word_embeddings=False,
     ),
     "tiny": dict(
@@ -25,8 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 LONGEST = 4_194_304
 
 
-def lora_model(shape: str, device: torch.device, *, rank: int = 16) -> PeftModel:
-    """bf16 base weights, LoRA in fp32 on all linears, as PEFT makes them."""
+def base_model(shape: str, device: torch.device) -> Qwen2ForCausalLM:
+    """A model in bf16, all weights trainable."""
     config = Qwen2Config(
         **SHAPES[shape],
         max_position_embeddings=LONGEST,
@@ -40,20 +54,26 @@ def lora_model(shape: str, device: torch.device, *, rank: int = 16) -> PeftModel
     finally:
         torch.set_default_dtype(torch.float32)
     base.config.use_cache = False
+    return base.train()
+
+
+def lora_model(shape: str, device: torch.device, *, rank: int = 16) -> PeftModel:
+    """bf16 base weights, LoRA in fp32 on all linears, as PEFT makes them."""
+    base = base_model(shape, device)
     adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(base, adapter)
     model.train()
     return model
 
 
-def use_liger(model: PeftModel, *, fused_loss: bool) -> bool:
+def use_liger(model: PreTrainedModel | PeftModel, *, fused_loss: bool) -> bool:
     """Liger's norm, RoPE and SwiGLU where it is installed; with ``fused_loss`` also its linear cross entropy."""
     try:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen2
     except ImportError:
         return False
     apply_liger_kernel_to_qwen2(
-        model=model.get_base_model(),
+        model=base_model_of(model),
         rope=True,
         swiglu=True,
         rms_norm=True,

@@ -54,7 +54,7 @@ def benchmark(name: str) -> Callable[[Callable[..., Iterator[Row]]], Callable[..
 def environment() -> dict[str, Any]:
     """Versions and hardware: printed above every table."""
     versions = {}
-    for package in ("torch", "triton", "transformers", "accelerate", "peft", "liger-kernel"):
+    for package in ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "liger-kernel"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

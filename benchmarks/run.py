@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import profile_step, whole_step  # noqa: F401  registers
+from benchmarks import profile_step, whole_step, zero  # noqa: F401  registers
 from benchmarks.registry import BENCHMARKS, Row, environment, table
-from benchmarks.whole_step import SIDES
 
 
 def main() -> int:
@@ -19,7 +18,8 @@ def main() -> int:
     parser.add_argument("benchmark", choices=sorted(BENCHMARKS))
     parser.add_argument("--shape", default="qwen2.5-7b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
-    parser.add_argument("--sides", nargs="+", choices=sorted(SIDES), default=["oomb", "oomb-no-kept", "peer"])
+    sides = sorted({*whole_step.SIDES, *zero.SIDES})
+    parser.add_argument("--sides", nargs="+", choices=sides, default=["oomb", "oomb-no-kept", "peer"])
     parser.add_argument("--chunk-tokens", type=int, default=8192)
     parser.add_argument("--timed", type=int, default=3, help="steps timed after the warm-up; the median counts")
     parser.add_argument("--out", type=Path, help="also append one JSON object per row to this file")

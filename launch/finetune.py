@@ -1,7 +1,7 @@
 """Fine-tune as a recipe says: ``oomb train`` as a script, for ``python`` and ``accelerate launch``.
 
 python launch/finetune.py configs/demo.yaml --max_steps 2
-accelerate launch --num_processes 2 launch/finetune.py my_recipe.yaml
+accelerate launch --config_file configs/accelerate/zero2.yaml --num_processes 8 launch/finetune.py my_recipe.yaml
 """
 
 import sys

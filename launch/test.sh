@@ -11,7 +11,7 @@ cd "$root"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 incomplete=0
-bash launch/setup.sh test demo || incomplete=$?
+bash launch/setup.sh test demo deepspeed trl || incomplete=$?
 # Where nothing can be fetched, some tools may be missing; CI has to run them all.
 if [ "$incomplete" -ne 0 ] && { [ "$incomplete" -ne 3 ] || [ "${CI:-}" = true ]; }; then
   exit "$incomplete"

@@ -14,8 +14,20 @@ from typing import Any, Literal
 Auto = Literal["auto"]
 
 
+class _Given:
+    """Which settings were written down, as against those that have their default."""
+
+    __slots__ = ("_written",)
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the settings that were passed to the constructor. A copy tells those that are not the default."""
+        changed = (name for name in _TYPES if getattr(self, name) != _default(name))
+        return getattr(self, "_written", None) or frozenset(changed)
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
-class OombConfig:
+class OombConfig(_Given):
     """How a model is trained on long documents.
 
     Everything has a default that is good on one large GPU. The same names are used in Python, in recipes
@@ -66,14 +78,22 @@ class OombConfig:
     progress: bool | Auto = "auto"
     """A progress line within each step; ``"auto"`` shows it when stderr is a terminal."""
 
+    self_test: bool = True
+    """Before training under DeepSpeed, prove on a tiny model that the gradients of several chunks add up under
+    the same ZeRO stage and offload settings. Takes seconds."""
+
+    timeout_minutes: int | Auto = "auto"
+    """How long ranks wait for each other before they give up. ``"auto"`` is derived from the expected time of
+    a step on the longest document, and never shortens what is set already."""
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), _TYPES[field.name])
-        for name in ("chunk_tokens", "page_tokens", "span_tokens"):
-            if getattr(self, name) < 1:
+        for name in ("chunk_tokens", "page_tokens", "span_tokens", "timeout_minutes"):
+            if getattr(self, name) != "auto" and getattr(self, name) < 1:
                 raise ValueError(
                     f"{name} must be positive.\n  Got {name}={getattr(self, name)}.\n"
-                    f"  Set {name}={_default(name)} (the default)."
+                    f"  Set {name}={_default(name)!r} (the default)."
                 )
         if self.chunk_tokens < self.page_tokens:
             raise ValueError(
@@ -126,10 +146,17 @@ def unknown_key_message(key: str, known: list[str], place: str) -> str:
     return f"Unknown key {key!r} in {place}.\n  {remedy}"
 
 
-def _default(name: str) -> int:
-    value = OombConfig.__dataclass_fields__[name].default
-    assert isinstance(value, int)
-    return value
+def check_setting(name: str, value: object) -> None:
+    """Refuse a value of the wrong type, before it is known which other settings stand beside it.
+
+    Raises:
+        ValueError: the value is not allowed for this setting.
+    """
+    _check_type(name, value, _TYPES[name])
+
+
+def _default(name: str) -> Any:
+    return OombConfig.__dataclass_fields__[name].default
 
 
 def _check_type(name: str, value: object, expected: Any) -> None:
@@ -171,6 +198,7 @@ def _naming_unknown_settings(init: Callable[..., None]) -> Callable[..., None]:
             if name not in _TYPES:
                 raise ValueError(unknown_key_message(name, list(_TYPES), "OombConfig"))
         init(self, **settings)
+        object.__setattr__(self, "_written", frozenset(settings))
 
     return checked
 

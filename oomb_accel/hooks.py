@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
+
+Leaf = TypeVar("Leaf", bound=Tensor)
 
 
 @contextmanager
@@ -20,3 +24,19 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for parameter, hooks in hooked:
             parameter._backward_hooks = hooks
+
+
+@contextmanager
+def first_hooks(parameters: Sequence[Leaf], hook: Callable[[Leaf, Tensor], Tensor]) -> Iterator[None]:
+    """Inside, ``hook(parameter, gradient)`` replaces each parameter's gradient before the caller's hooks see it."""
+    handles = []
+    try:
+        for parameter in parameters:
+            handles.append(parameter.register_hook(partial(hook, parameter)))
+            hooks: dict[int, object] = parameter._backward_hooks  # type: ignore[assignment]
+            for earlier in list(hooks)[:-1]:  # autograd goes by the order of insertion
+                hooks[earlier] = hooks.pop(earlier)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

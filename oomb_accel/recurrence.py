@@ -16,7 +16,7 @@ draws the same masks in both sweeps. (OOMB, arXiv 2602.02108, Algorithm 1; the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from oomb_accel.attention import AttentionSettings, ChunkPass, Sweep
-from oomb_accel.hooks import without_hooks
+from oomb_accel.gradients import StepGradients
 from oomb_accel.keep import ActivationMeter
 from oomb_accel.pages import PagedKVCache
 from oomb_accel.progress import ChunkEvent
-from oomb_accel.rng import RngState
+from oomb_accel.rng import RngState, forked_rng
 from oomb_accel.schedule import Chunk, ChunkSchedule
 from oomb_kernels import deterministic_algorithms
 
@@ -48,6 +48,9 @@ class RecurrenceSettings:
     attention: AttentionSettings
     windows: tuple[int | None, ...]
     keep_last_graph: bool
+    always_one_node: bool
+    """Other ranks may be in a step of many chunks. ZeRO 2 reduces gradients in the order of their arrival, so they
+    must arrive from the same node everywhere."""
     pass_context: Callable[[], AbstractContextManager[Any]]
     """Entered around every pass: autocast and other thread-local modes of the caller."""
     fingerprint: Callable[[], dict[str, object]]
@@ -56,29 +59,29 @@ class RecurrenceSettings:
     meter: ActivationMeter
 
 
-def run_recurrence(
-    model: ChunkModel,
-    schedule: ChunkSchedule,
-    cache: PagedKVCache,
-    settings: RecurrenceSettings,
-    *,
-    parameters: Sequence[Tensor],
-    embeds_1TD: Tensor | None,
-    kept_chunks: frozenset[int],
-    device: torch.device,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class DummyPasses:
+    """Passes over one token without targets, which keep a rank with fewer chunks in step with the others.
+
+    They come first in both sweeps, so that no rank waits with its pages full. Progress reports count them.
+    """
+
+    count: int
+    model: ChunkModel
+    chunk: Chunk
+    cache: PagedKVCache
+
+
+def run_recurrence(recurrence: ChunkRecurrence, gradients: StepGradients, embeds_1TD: Tensor | None) -> Tensor:
     """Log-probabilities of all targets of the stream.
 
-    Differentiable, once, in the trainable ``parameters`` and in ``embeds_1TD``. Without gradients enabled it is
+    Differentiable, once, in what ``gradients`` serves and in ``embeds_1TD``. Without gradients enabled it is
     the forward sweep alone.
 
     Args:
-        model: runs one chunk.
-        schedule: of the stream; at least one chunk.
-        cache: empty, for this stream.
-        parameters: the trainable parameters that ``model`` uses.
+        recurrence: new, for this stream.
+        gradients: where the gradients of the passes go.
         embeds_1TD: input embeddings of the stream ``[1, T, D]``, or None when the model takes token ids.
-        kept_chunks: chunks whose attention outputs are kept for the backward sweep.
 
     Returns:
         ``[num_targets]`` in fp32, in stream order.
@@ -86,14 +89,12 @@ def run_recurrence(
     Raises:
         RuntimeError: in its backward, if the backward has run before or the model has changed since the forward.
     """
-    recurrence = ChunkRecurrence(model, schedule, cache, settings, kept_chunks, device)
     if not torch.is_grad_enabled():
         return recurrence.forward_sweep(embeds_1TD)
-    # Deterministic kernels are asked for around each sweep, and an ordinary step's backward is the caller's.
-    if len(schedule.chunks) == 1 and settings.keep_last_graph and not settings.attention.deterministic:
+    if recurrence.is_ordinary:
         return recurrence.ordinary_step(embeds_1TD)
-    leaves = list(parameters) + ([embeds_1TD] if embeds_1TD is not None else [])
-    log_probs_N: Tensor = _Recurrence.apply(recurrence, embeds_1TD is not None, *leaves)
+    leaves = [*gradients.leaves, *([embeds_1TD] if embeds_1TD is not None else [])]
+    log_probs_N: Tensor = _Recurrence.apply(recurrence, gradients, embeds_1TD is not None, *leaves)
     return log_probs_N
 
 
@@ -101,12 +102,13 @@ class _Recurrence(torch.autograd.Function):
     """One node in the caller's graph; parameter hooks of DDP and ZeRO fire once."""
 
     @staticmethod
-    def forward(ctx: Any, recurrence: ChunkRecurrence, has_embeds: bool, *leaves: Tensor) -> Tensor:
-        parameters = leaves[:-1] if has_embeds else leaves
-        embeds_1TD = leaves[-1] if has_embeds else None
-        ctx.recurrence, ctx.has_embeds = recurrence, has_embeds
+    def forward(
+        ctx: Any, recurrence: ChunkRecurrence, gradients: StepGradients, has_embeds: bool, *leaves: Tensor
+    ) -> Tensor:
+        ctx.recurrence, ctx.gradients, ctx.has_embeds = recurrence, gradients, has_embeds
         ctx.save_for_backward(*leaves)
-        return recurrence.forward_sweep(embeds_1TD, parameters)
+        train = any(leaf.requires_grad for leaf in leaves)
+        return recurrence.forward_sweep(leaves[-1] if has_embeds else None, train=train)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -119,13 +121,21 @@ class _Recurrence(torch.autograd.Function):
             )
         recurrence.refuse_changes()
         ctx.recurrence = None
-        leaves = ctx.saved_tensors
-        parameters, embeds_1TD = (leaves[:-1], leaves[-1]) if ctx.has_embeds else (leaves, None)
-        return None, None, *recurrence.backward_sweep(grads[0], parameters, embeds_1TD)
+        embeds_1TD = ctx.saved_tensors[-1] if ctx.has_embeds else None
+        embeds_grad = recurrence.backward_sweep(grads[0], ctx.gradients, embeds_1TD)
+        return None, None, None, *ctx.gradients.results(), *([embeds_grad] if ctx.has_embeds else [])
 
 
 class ChunkRecurrence:
-    """Both sweeps over one stream. Lives from the caller's forward to its backward."""
+    """Both sweeps over one stream. Lives from the caller's forward to its backward.
+
+    Args:
+        model: runs one chunk.
+        schedule: of the stream; may be without chunks when there are dummy passes.
+        cache: empty, for this stream.
+        kept_chunks: chunks whose attention outputs are kept for the backward sweep.
+        dummies: passes that other ranks wait for.
+    """
 
     def __init__(
         self,
@@ -134,35 +144,55 @@ class ChunkRecurrence:
         cache: PagedKVCache,
         settings: RecurrenceSettings,
         kept_chunks: frozenset[int],
+        dummies: DummyPasses,
         device: torch.device,
     ) -> None:
         self._model = model
         self._schedule = schedule
         self._cache = cache
         self._settings = settings
+        self._dummies = dummies
         self._device = device
         self._kept: dict[int, dict[int, tuple[Tensor, Tensor]]] = {index: {} for index in kept_chunks}
         self._rng: dict[int, RngState] = {}
         self._last_graph: tuple[Tensor, Tensor | None] | None = None
         self._fingerprint: dict[str, object] = {}
 
+    @property
+    def num_passes(self) -> int:
+        """Passes of one sweep."""
+        return self._dummies.count + len(self._schedule.chunks)
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether one pass is all, and its graph may be the caller's own."""
+        settings = self._settings
+        # Deterministic kernels are asked for around each sweep, and an ordinary step's backward is the caller's.
+        free = settings.keep_last_graph and not settings.always_one_node and not settings.attention.deterministic
+        return self.num_passes == 1 and free
+
     def ordinary_step(self, embeds_1TD: Tensor | None) -> Tensor:
-        """A stream of one chunk: one pass, whose graph is the caller's own."""
+        """A step of one pass: its graph is the caller's own."""
+        if self._dummies.count:
+            return self._run_dummy("forward")
         (chunk,) = self._schedule.chunks
         with self._settings.meter.measure(chunk.num_tokens, self._device):
             log_probs_N = self._run(chunk, "forward", embeds_1TD)
         self._report("forward", 1, chunk.end)
         return log_probs_N
 
-    def forward_sweep(self, embeds_1TD: Tensor | None, parameters: Sequence[Tensor] = ()) -> Tensor:
+    def forward_sweep(self, embeds_1TD: Tensor | None, *, train: bool = False) -> Tensor:
         """Fill the pages and return the log-probability of each target, ``[num_targets]``.
 
-        With trainable parameters or embeddings, the last chunk keeps its graph where the settings say so.
+        In training, the last chunk keeps its graph where the settings say so.
         """
-        train = bool(parameters) or (embeds_1TD is not None and embeds_1TD.requires_grad)
         if train:
             self._fingerprint = self._settings.fingerprint()
         log_probs = []
+        for done in range(self._dummies.count):
+            with torch.no_grad():
+                log_probs.append(self._run_dummy("forward"))
+            self._report("forward", done + 1, 0, train)
         for chunk in self._schedule.chunks:
             last = chunk is self._schedule.chunks[-1]
             if train:
@@ -173,52 +203,51 @@ class ChunkRecurrence:
             else:
                 with torch.no_grad():
                     log_probs.append(self._run(chunk, "forward", _slice(embeds_1TD, chunk)))
-            self._report("forward", chunk.index + 1, chunk.end, train)
-        return torch.cat(log_probs)
+            self._report("forward", self._dummies.count + chunk.index + 1, chunk.end, train)
+        return torch.cat(log_probs) if log_probs else torch.zeros(0, device=self._device)
 
-    def backward_sweep(
-        self, grad_N: Tensor, parameters: Sequence[Tensor], embeds_1TD: Tensor | None
-    ) -> list[Tensor | None]:
-        """Gradients of the parameters and, last, of the embeddings where there are some.
+    def backward_sweep(self, grad_N: Tensor, gradients: StepGradients, embeds_1TD: Tensor | None) -> Tensor | None:
+        """Run the passes again, last chunk first, and give their gradients to ``gradients``.
 
         Args:
             grad_N: gradient of each target's log-probability, ``[num_targets]``.
+
+        Returns:
+            Gradient of the embeddings, where they want one.
         """
-        sums = [torch.zeros_like(p, dtype=_wide(p)) if p.requires_grad else None for p in parameters]
-        wanted = [p for p in parameters if p.requires_grad]
-        held = [s for s in sums if s is not None]
         embeds_grad = torch.zeros_like(embeds_1TD) if embeds_1TD is not None and embeds_1TD.requires_grad else None
-        for done, chunk in enumerate(reversed(self._schedule.chunks), start=1):
+        for done in range(1, self._dummies.count + 1):
+            with torch.enable_grad():
+                log_probs_N = self._run_dummy("backward")
+            self._back_propagate(gradients, log_probs_N, grad_N[:0], None, last=done == self.num_passes)
+            self._report("backward", done, 0)
+        for done, chunk in enumerate(reversed(self._schedule.chunks), start=self._dummies.count + 1):
             log_probs_N, leaf_1TD = self._take_graph(chunk, embeds_1TD)
-            inputs = wanted + ([leaf_1TD] if leaf_1TD is not None and embeds_grad is not None else [])
-            grads = self._gradients(log_probs_N, inputs, grad_N[chunk.first_target : chunk.end_target])
-            del log_probs_N
-            _add_to_sums(held, grads[: len(wanted)])
-            if embeds_grad is not None and grads[-1] is not None:
-                embeds_grad[:, chunk.start : chunk.end] = grads[-1]
-            del grads, inputs, leaf_1TD
+            grad_chunk_N = grad_N[chunk.first_target : chunk.end_target]
+            grad = self._back_propagate(gradients, log_probs_N, grad_chunk_N, leaf_1TD, last=done == self.num_passes)
+            del log_probs_N, leaf_1TD
+            if embeds_grad is not None and grad is not None:
+                embeds_grad[:, chunk.start : chunk.end] = grad
             self._kept.pop(chunk.index, None)
             self._cache.release(chunk)
             self._report("backward", done, self._schedule.num_tokens - chunk.start)
-        results = [s.to(p.dtype) if s is not None else None for s, p in zip(sums, parameters, strict=True)]
-        return results + ([embeds_grad] if embeds_1TD is not None else [])
+        return embeds_grad
 
-    def _gradients(self, log_probs_N: Tensor, inputs: list[Tensor], grad_N: Tensor) -> tuple[Tensor | None, ...]:
+    def _back_propagate(
+        self, gradients: StepGradients, log_probs_N: Tensor, grad_N: Tensor, leaf_1TD: Tensor | None, *, last: bool
+    ) -> Tensor | None:
         with (
             deterministic_algorithms(self._settings.attention.deterministic),
             torch.autocast(self._device.type, enabled=False),  # a backward has the precision of its forward
-            without_hooks(inputs),
         ):
-            # A parameter may play no part in a chunk.
-            return torch.autograd.grad(log_probs_N, inputs, grad_N, allow_unused=True)
+            return gradients.add(log_probs_N, grad_N, leaf_1TD, last=last)
 
     def _take_graph(self, chunk: Chunk, embeds_1TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The chunk's log-probabilities with a graph: kept from the forward sweep, or by running it again."""
         if self._last_graph is not None:
             graph, self._last_graph = self._last_graph, None
             return graph
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices):  # puts the caller's generators back
+        with forked_rng(self._device):
             self._rng[chunk.index].restore(self._device)
             return self._run_with_graph(chunk, "backward", embeds_1TD)
 
@@ -229,17 +258,21 @@ class ChunkRecurrence:
         with torch.enable_grad(), self._settings.meter.measure(chunk.num_tokens, self._device):
             return self._run(chunk, sweep, leaf_1TD), leaf_1TD
 
+    def _run_dummy(self, sweep: Sweep) -> Tensor:
+        """No log-probabilities, ``[0]``; with gradients enabled they hang on every parameter."""
+        dummies, settings = self._dummies, self._settings
+        run = ChunkPass(dummies.chunk, sweep, dummies.cache, settings.attention, settings.windows)
+        with forked_rng(self._device):
+            return self._call(dummies.model, run, None)
+
     def _run(self, chunk: Chunk, sweep: Sweep, embeds_1TD: Tensor | None) -> Tensor:
-        run = ChunkPass(
-            chunk=chunk,
-            sweep=sweep,
-            cache=self._cache,
-            settings=self._settings.attention,
-            windows=self._settings.windows,
-            kept=self._kept.get(chunk.index),
-        )
+        settings, kept = self._settings, self._kept.get(chunk.index)
+        run = ChunkPass(chunk, sweep, self._cache, settings.attention, settings.windows, kept)
+        return self._call(self._model, run, embeds_1TD)
+
+    def _call(self, model: ChunkModel, run: ChunkPass, embeds_1TD: Tensor | None) -> Tensor:
         with self._settings.pass_context(), deterministic_algorithms(self._settings.attention.deterministic):
-            return self._model(run, embeds_1TD)
+            return model(run, embeds_1TD)
 
     def refuse_changes(self) -> None:
         """Refuse a model that is not the one of the forward sweep.
@@ -258,28 +291,10 @@ class ChunkRecurrence:
 
     def _report(self, sweep: Sweep, done: int, tokens_done: int, with_backward: bool = True) -> None:
         if self._settings.on_chunk is not None:
-            self._settings.on_chunk(
-                ChunkEvent(
-                    sweep=sweep,
-                    chunk=done,
-                    num_chunks=len(self._schedule.chunks),
-                    tokens_done=tokens_done,
-                    total_tokens=self._schedule.num_tokens,
-                    device=str(self._device),
-                    with_backward=with_backward,
-                )
-            )
-
-
-def _add_to_sums(sums: list[Tensor], grads: Sequence[Tensor | None]) -> None:
-    pairs = [(s, g) for s, g in zip(sums, grads, strict=True) if g is not None]
-    if pairs:
-        torch._foreach_add_([s for s, _ in pairs], [g.to(s.dtype) for s, g in pairs])
+            total = self._schedule.num_tokens
+            event = ChunkEvent(sweep, done, self.num_passes, tokens_done, total, str(self._device), with_backward)
+            self._settings.on_chunk(event)
 
 
 def _slice(embeds_1TD: Tensor | None, chunk: Chunk) -> Tensor | None:
     return None if embeds_1TD is None else embeds_1TD[:, chunk.start : chunk.end]
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

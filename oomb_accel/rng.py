@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -24,3 +25,9 @@ class RngState:
         torch.set_rng_state(self.cpu)
         if self.device is not None:
             torch.cuda.set_rng_state(self.device, device)
+
+
+def forked_rng(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, generators may be set and drawn from; afterwards they are as they were."""
+    context: AbstractContextManager[None] = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    return context

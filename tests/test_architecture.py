@@ -14,18 +14,20 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the lowest layer to the highest. The facade is oomb_accel/__init__.py: it may import anything, and only
 # the layers that stand above it may import it.
 LAYERS = (
-    {"config", "schedule", "progress"},
+    {"config", "schedule", "progress", "sources"},
     {"pages"},
     {"attention", "loss", "hooks", "keep", "rng"},
+    {"gradients"},
     {"recurrence"},
     {"integrations"},
+    {"deepspeed"},
     {"<facade>"},
     {"training"},
     {"cli"},
     {"__main__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-NO_TORCH = {"config", "schedule"}
+NO_TORCH = {"config", "schedule", "sources"}
 MAX_LINES = 400
 MAX_RECURRENCE_LINES = 300
 

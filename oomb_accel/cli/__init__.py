@@ -11,6 +11,7 @@ from oomb_accel.config import unknown_key_message
 
 COMMANDS = {
     "train": "fine-tune a model as a recipe says",
+    "run": "run a training script unchanged, with chunk recurrence switched on in it",
     "verify": "check chunk recurrence against full attention on your own model",
     "env": "versions, devices and limits: what a bug report needs",
 }

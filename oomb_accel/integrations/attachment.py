@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,9 +39,16 @@ class Attachment:
     config: OombConfig
     facts: ModelFacts
     forward: Callable[..., Any]
+    """The forward that was there before ours, for calls that pass through."""
+    chunk_forward: Callable[..., Any]
+    """The forward that chunks run through: the same one, or what lies below a wrapper for whole steps."""
     on_chunk: Callable[[ChunkEvent], None] | None
     own_forward: bool
     """Whether the model had an instance attribute ``forward`` before ours."""
+    step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered around a chunked step: what the skipped wrapper would have entered."""
+    notes: list[str] = field(default_factory=list)
+    """Lines that others add to the banner: where settings come from, the engine around the model."""
     active: bool = True
     announced: bool = False
     seen_whole: bool = False
@@ -71,7 +78,13 @@ class Attachment:
         self.adapter_layers = tuple(m for m in self.modules if isinstance(m, BaseTunerLayer))
         self.lora_layers = tuple(m for m in self.adapter_layers if _is_plain_lora(m))
 
-    def settings(self, pass_context: Callable[[], AbstractContextManager[Any]]) -> RecurrenceSettings:
+    def settings(
+        self,
+        pass_context: Callable[[], AbstractContextManager[Any]],
+        *,
+        keep_last_graph: bool,
+        always_one_node: bool,
+    ) -> RecurrenceSettings:
         """Settings of one step, under the caller's modes."""
         config = self.config
         return RecurrenceSettings(
@@ -82,7 +95,8 @@ class Attachment:
                 deterministic=config.deterministic,
             ),
             windows=self.facts.windows,
-            keep_last_graph=config.keep_last_graph,
+            keep_last_graph=keep_last_graph,
+            always_one_node=always_one_node,
             pass_context=pass_context,
             fingerprint=self.fingerprint,
             on_chunk=self.on_chunk,
@@ -96,7 +110,7 @@ class Attachment:
             "train() or eval()": [module.training for module in self.modules],
             "the active adapter": [(m.active_adapters, m.disable_adapters) for m in self.adapter_layers],
             "the scaling of an adapter": [dict(getattr(m, "scaling", {})) for m in self.adapter_layers],
-            "the values of its parameters": [(p._version, p.data_ptr()) for p in self.model.parameters()],
+            "the values of its parameters": [_identity(p) for p in self.model.parameters()],
         }
 
     def check_attached(self) -> None:
@@ -155,6 +169,12 @@ def attachment_of(model: nn.Module) -> Attachment:
     if state is None:
         raise ValueError("oomb_accel is not on for this model.\n  Call oomb_accel.enable(model, config) first.")
     return state
+
+
+def _identity(parameter: Any) -> tuple[int, ...]:
+    """What changes with a parameter's values. ZeRO 3 gathers and frees the parameter itself all the time."""
+    shard = getattr(parameter, "ds_tensor", None)
+    return (parameter._version, parameter.data_ptr()) if shard is None else (shard._version,)
 
 
 def _activation_estimate(base: PreTrainedModel) -> float:

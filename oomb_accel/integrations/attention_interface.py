@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from oomb_accel.attention import ChunkPass, LayerCall, chunk_attention
 
 PASS_KEYWORD = "oomb_pass"
+CHUNKED: WeakSet[nn.Module] = WeakSet()
+"""Attention modules of models that are switched on."""
 _PREFIX = "oomb_"
 _SINK_KEYWORDS = ("s_aux", "sinks", "position_bias", "score_mod")
 
@@ -62,6 +65,12 @@ def _with_chunks(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     ) -> tuple[Tensor, Tensor | None]:
         run = kwargs.pop(PASS_KEYWORD, None)
         if run is None:
+            if module.training and torch.is_grad_enabled() and module in CHUNKED:
+                raise RuntimeError(
+                    "Training would bypass the chunks: attention was called, but not by the model's chunked forward.\n"
+                    "  Its forward was replaced after oomb_accel was switched on, or a part of the model was called.\n"
+                    "  Call oomb_accel.enable(model, config) after the last replacement, or use OombCallback."
+                )
             plain = _plain_attention(original, module)
             result: tuple[Tensor, Tensor | None] = plain(module, query, key, value, attention_mask, **kwargs)
             return result

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from oomb_accel.integrations.agreement import is_partitioned, num_ranks
 from oomb_accel.integrations.attachment import Attachment, attachment_of
 from oomb_accel.integrations.rope import describe_rope
-from oomb_accel.integrations.support import compute_dtype
+from oomb_accel.integrations.support import compute_dtype, whole_numel
+from oomb_accel.progress import GIB
 from oomb_kernels import AttentionCall, choose_backend
 
 
@@ -27,8 +29,8 @@ def banner(model: nn.Module) -> str:
 def describe(state: Attachment) -> str:
     """The banner of an attachment."""
     config, facts = state.config, state.facts
-    trainable = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in state.model.parameters())
+    trainable = sum(whole_numel(p) for p in state.model.parameters() if p.requires_grad)
+    total = sum(whole_numel(p) for p in state.model.parameters())
     windows = [window for window in facts.windows if window is not None]
     lines = [
         f"oomb_accel on {type(state.base).__name__} ({facts.model_type}), {facts.num_layers} layers, "
@@ -40,7 +42,25 @@ def describe(state: Attachment) -> str:
     ]
     if windows:
         lines.append(f"  windows    {len(windows)} layers attend to {windows[0]:,} tokens, the rest to everything")
+    lines += [f"  {line}" for line in (*_gradients(state), *state.notes)]
     return "\n".join(lines)
+
+
+def _gradients(state: Attachment) -> list[str]:
+    """How gradients reach the parameters, and why."""
+    ranks = f"{num_ranks()} ranks" if num_ranks() > 1 else "1 process"
+    if not is_partitioned(state.model):
+        why = "hooks of DDP and ZeRO 0-2 fire once per micro-batch, unequal ranks never wait inside a sweep"
+        return [f"gradients  returned, summed over chunks in fp32; {ranks}: {why}"]
+    gathered = sum(
+        whole_numel(p) * p.element_size() for p in state.model.parameters() if not getattr(p, "ds_persist", True)
+    )
+    return [
+        f"gradients  deferred to the last chunk, because ZeRO 3 holds parameters in parts; {ranks} agree on the number "
+        "of chunks before every call",
+        f"gathering  {gathered / GIB:.2f} GiB of parameters three times per chunk of {state.config.chunk_tokens:,} "
+        "tokens, overlapped by DeepSpeed's prefetch; larger chunks gather less often, ZeRO 2 never",
+    ]
 
 
 def _backends(state: Attachment) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
@@ -25,6 +26,16 @@ class OombOutput(ModelOutput):
 
     loss: Tensor | None = None
     log_probs: Tensor | None = None
+
+    @classmethod
+    def of(cls, loss: Tensor, log_probs_BL: Tensor) -> OombOutput:
+        """In evaluation ``log_probs`` is an attribute, but no item: Trainer takes every item but the loss for
+        logits, and its metrics would be computed from something else without a word."""
+        if torch.is_grad_enabled():
+            return cls(loss=loss, log_probs=log_probs_BL)
+        output = cls(loss=loss)
+        vars(output)["log_probs"] = log_probs_BL  # setting it by its name would make it an item
+        return output
 
     @property
     def logits(self) -> Tensor:

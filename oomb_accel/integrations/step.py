@@ -7,29 +7,39 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from oomb_accel.attention import ChunkPass
+from oomb_accel.gradients import DeferredGradients, ReturnedGradients
 from oomb_accel.integrations import attention_interface
+from oomb_accel.integrations.agreement import agree_on_passes, is_partitioned, num_ranks, refuse_passes
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.outputs import OombOutput
 from oomb_accel.integrations.rope import check_length
-from oomb_accel.integrations.stream import Stream, build_stream, check_targets
-from oomb_accel.integrations.support import check_checkpointing, check_device, compute_dtype, switched_on_outputs
+from oomb_accel.integrations.stream import Stream, build_stream, check_targets, dummy_stream
+from oomb_accel.integrations.support import (
+    check_checkpointing,
+    check_device,
+    compute_dtype,
+    gathered_bytes,
+    switched_on_outputs,
+    whole_numel,
+)
+from oomb_accel.integrations.trl import FUSED_HEAD_KEYWORD, FusedHeadOutput, TargetStatistics, check_fused_head
 from oomb_accel.keep import chunks_to_keep, free_bytes
 from oomb_accel.loss import target_log_probs
 from oomb_accel.pages import PagedKVCache
-from oomb_accel.recurrence import ChunkModel, run_recurrence
+from oomb_accel.recurrence import ChunkModel, ChunkRecurrence, DummyPasses, run_recurrence
 
 _FULL_OUTPUTS = ("output_attentions", "output_hidden_states", "past_key_values")
 _BATCH_KEYS = {
     *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
-    *("num_items_in_batch", "num_targets", "use_cache", "return_dict", "cache_position"),
+    *("num_items_in_batch", "num_targets", "use_cache", "return_dict", "cache_position", FUSED_HEAD_KEYWORD),
 }
 
 
-def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | tuple[Tensor, ...]:
+def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | FusedHeadOutput | tuple[Tensor, ...]:
     """The chunked step: batch to stream, recurrence, loss.
 
     Args:
@@ -37,59 +47,140 @@ def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | tuple
 
     Raises:
         ValueError: inputs that contradict each other, that chunks do not know, or that ask for full logits.
+        RuntimeError: under ZeRO 3, when another rank has refused its batch.
     """
+    partitioned = is_partitioned(state.model)
+    stream, num_passes = agreed_stream(state, batch, collective=partitioned)
+    device = stream.token_index_T.device
+    parameters = [p for p in state.model.parameters() if p.requires_grad]
+    statistics = TargetStatistics(stream.num_targets, device) if batch.get(FUSED_HEAD_KEYWORD) else None
+    # Through the root module DeepSpeed sees each chunk as a pass of its own; one pass alone is the caller's.
+    through_root = partitioned and num_passes > 1
+    recurrence = build_recurrence(
+        state,
+        batch,
+        stream,
+        num_passes,
+        call=state.model if through_root else state.chunk_forward,
+        keep_last_graph=state.config.keep_last_graph and not through_root,
+        statistics=statistics,
+    )
+    gradients = DeferredGradients(parameters, device) if partitioned else ReturnedGradients(parameters)
+    log_probs_N = run_recurrence(recurrence, gradients, stream_embeds(batch, stream))
+    loss = log_probs_N.neg().sum() / _normaliser(batch, stream)
+    shape = batch_tokens(batch).shape[:2]
+    spread = log_probs_N.new_zeros(shape[0] * shape[1])
+    log_probs_BL = spread.scatter(0, stream.target_index_N, log_probs_N).view(shape)
+    if statistics is not None:
+        shifted = batch.get("shift_labels") is not None
+        return statistics.output(loss, log_probs_BL, stream.target_index_N, shifted=shifted)
+    output = OombOutput.of(loss, log_probs_BL)
+    return output.to_tuple() if batch.get("return_dict") is False else output
+
+
+def agreed_stream(state: Attachment, batch: dict[str, Any], *, collective: bool) -> tuple[Stream, int]:
+    """The stream of a batch, and the number of passes of each sweep.
+
+    Args:
+        collective: passes contain collectives, so ranks agree on their number; then it is at least 1.
+
+    Raises:
+        ValueError, RuntimeError: as `chunked_step`.
+    """
+    try:
+        stream = _checked_stream(state, batch)
+    except Exception:
+        if collective:
+            refuse_passes(next(state.model.parameters()).device)
+        raise
+    num_chunks = len(stream.schedule.chunks)
+    return stream, agree_on_passes(num_chunks, stream.token_index_T.device) if collective else num_chunks
+
+
+def build_recurrence(
+    state: Attachment,
+    batch: dict[str, Any],
+    stream: Stream,
+    num_passes: int,
+    *,
+    call: Callable[..., Any],
+    keep_last_graph: bool,
+    statistics: TargetStatistics | None = None,
+) -> ChunkRecurrence:
+    """The recurrence over a stream.
+
+    Args:
+        call: runs the model on one chunk; what a forward takes by name.
+        statistics: filled from the logits of the forward sweep.
+    """
+    device = stream.token_index_T.device
+    return ChunkRecurrence(
+        _chunk_model(state, batch, stream, call, statistics),
+        stream.schedule,
+        PagedKVCache(state.page_shape(), stream.schedule, device),
+        state.settings(
+            _caller_modes(state, device),
+            keep_last_graph=keep_last_graph,
+            always_one_node=num_ranks() > 1 and not is_partitioned(state.model),
+        ),
+        _kept_chunks(state, stream, device, keep_last_graph),
+        _dummy_passes(state, batch, num_passes - len(stream.schedule.chunks), device, call),
+        device,
+    )
+
+
+def batch_tokens(batch: dict[str, Any]) -> Tensor:
+    """``input_ids`` or ``inputs_embeds``."""
+    tokens: Tensor = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    return tokens
+
+
+def stream_embeds(batch: dict[str, Any], stream: Stream) -> Tensor | None:
+    """The caller's input embeddings in stream order, ``[1, T, D]``; None when the batch has ids."""
+    if batch.get("inputs_embeds") is None:
+        return None
+    return batch["inputs_embeds"].flatten(0, 1).index_select(0, stream.token_index_T)[None]
+
+
+def _checked_stream(state: Attachment, batch: dict[str, Any]) -> Stream:
     _check_request(batch)
     state.check_attached()
     if reasons := switched_on_outputs(state.base):
         raise ValueError("A chunked step returns the loss only:\n  - " + "\n  - ".join(reasons))
     if state.model.training:
         check_checkpointing(state.checkpointed)
-    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
-    device = tokens.device
+    if batch.get(FUSED_HEAD_KEYWORD):
+        check_fused_head(state.base.forward, state.chunk_forward)
+    tokens, config = batch_tokens(batch), state.config
     check_device(state.base, tokens)
-    stream = build_stream(
-        batch, chunk_tokens=state.config.chunk_tokens, page_tokens=state.config.page_tokens, device=device
-    )
+    stream = build_stream(batch, chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens, device=tokens.device)
     text_config = state.base.config.get_text_config()
     check_targets(stream, text_config.vocab_size)
-    if state.config.beyond_trained_length == "error":
+    if config.beyond_trained_length == "error":
         check_length(text_config, stream.document_tokens)
-    parameters = [p for p in state.model.parameters() if p.requires_grad]
-    if stream.num_targets == 0:
-        log_probs_N = _no_targets(tokens, parameters)
-    else:
-        log_probs_N = _log_probs(state, batch, stream, parameters, device)
-    loss = log_probs_N.neg().sum() / _normaliser(batch, stream)
-    shape = tokens.shape[:2]
-    spread = log_probs_N.new_zeros(shape[0] * shape[1])
-    log_probs_BL = spread.scatter(0, stream.target_index_N, log_probs_N).view(shape)
-    output = OombOutput(loss=loss, log_probs=log_probs_BL)
-    return output.to_tuple() if batch.get("return_dict") is False else output
+    return stream
 
 
-def _log_probs(
+def _dummy_passes(
+    state: Attachment, batch: dict[str, Any], count: int, device: torch.device, call: Callable[..., Any]
+) -> DummyPasses:
+    """Passes over one token, which is given as other ranks give theirs: by id or by embedding."""
+    stream = dummy_stream(device)
+    embeds = batch.get("inputs_embeds")
+    embeds_1TD = None if embeds is None else torch.zeros_like(embeds[:1, :1])
+    model = _chunk_model(state, {"input_ids": stream.position_ids_1T} if embeds is None else {}, stream, call)
+    (chunk,) = stream.schedule.chunks
+    cache = PagedKVCache(state.page_shape(), stream.schedule, device)
+    return DummyPasses(count, lambda run, _: model(run, embeds_1TD), chunk, cache)
+
+
+def _chunk_model(
     state: Attachment,
     batch: dict[str, Any],
     stream: Stream,
-    parameters: list[nn.Parameter],
-    device: torch.device,
-) -> Tensor:
-    embeds_1TD = None
-    if batch.get("inputs_embeds") is not None:
-        embeds_1TD = batch["inputs_embeds"].flatten(0, 1).index_select(0, stream.token_index_T)[None]
-    return run_recurrence(
-        _chunk_model(state, batch, stream),
-        stream.schedule,
-        PagedKVCache(state.page_shape(), stream.schedule, device),
-        state.settings(_caller_modes(state, device)),
-        parameters=parameters,
-        embeds_1TD=embeds_1TD,
-        kept_chunks=_kept_chunks(state, stream, device),
-        device=device,
-    )
-
-
-def _chunk_model(state: Attachment, batch: dict[str, Any], stream: Stream) -> ChunkModel:
+    call: Callable[..., Any],
+    statistics: TargetStatistics | None = None,
+) -> ChunkModel:
     """The model as the recurrence sees it: the original forward on one chunk, its head on targets only."""
     ids_1T = None
     if batch.get("input_ids") is not None:
@@ -100,10 +191,13 @@ def _chunk_model(state: Attachment, batch: dict[str, Any], stream: Stream) -> Ch
         chunk = run.chunk
         tokens = slice(chunk.start, chunk.end)
         targets = slice(chunk.first_target, chunk.end_target)
+        if embeds_1TD is not None and torch.is_grad_enabled() and is_partitioned(state.model):
+            # Layers that are gathered whole need an input that wants a gradient, see `gather_whole_layers`.
+            embeds_1TD = embeds_1TD if embeds_1TD.requires_grad else embeds_1TD.detach().requires_grad_()
         inputs = {"input_ids": ids_1T[:, tokens]} if ids_1T is not None else {"inputs_embeds": embeds_1TD}
         rope_segments = [(s.num_tokens, stream.document_tokens[s.document]) for s in chunk.segments]
         with state.rope.segments(rope_segments):
-            output = state.forward(
+            output = call(
                 **inputs,
                 attention_mask=mask,
                 position_ids=stream.position_ids_1T[:, tokens],
@@ -118,6 +212,8 @@ def _chunk_model(state: Attachment, batch: dict[str, Any], stream: Stream) -> Ch
                 f"Layers {sorted(missing)[:8]} never called attention through AttentionInterface.\n"
                 "  Their tokens would not see earlier chunks. This model cannot be trained in chunks."
             )
+        if statistics is not None and run.sweep == "forward":
+            statistics.record(output.logits[0], stream.targets_N[targets], chunk.first_target)
         return target_log_probs(output.logits[0], stream.targets_N[targets])
 
     return run_chunk
@@ -160,12 +256,12 @@ def _without_input_casts(lora_layers: Iterable[Any]) -> Iterator[None]:
             layer.cast_input_dtype_enabled = True
 
 
-def _kept_chunks(state: Attachment, stream: Stream, device: torch.device) -> frozenset[int]:
+def _kept_chunks(state: Attachment, stream: Stream, device: torch.device, keep_last_graph: bool) -> frozenset[int]:
     """Chunks whose attention outputs are kept for the backward sweep, by setting and free memory."""
     config, facts, shape = state.config, state.facts, state.page_shape()
     chunks = stream.schedule.chunks
-    longest = max(chunk.num_tokens for chunk in chunks)
-    if config.keep_last_graph:
+    longest = max((chunk.num_tokens for chunk in chunks), default=0)
+    if keep_last_graph:
         chunks = chunks[:-1]  # the last one's graph holds its outputs
     if config.keep_outputs is False or not torch.is_grad_enabled():
         return frozenset()
@@ -175,9 +271,11 @@ def _kept_chunks(state: Attachment, stream: Stream, device: torch.device) -> fro
     pages = shape.num_slots(stream.schedule) * (shape.slot_bytes(dtype) + shape.slot_bytes(shape.grad_dtype))
     activations = longest * state.meter.bytes_per_token
     # Sums in fp32, what is returned, and what it is added to.
-    gradients = sum(p.numel() * (4 + 2 * p.element_size()) for p in state.model.parameters() if p.requires_grad)
+    gradients = sum(whole_numel(p) * (4 + 2 * p.element_size()) for p in state.model.parameters() if p.requires_grad)
     per_token = facts.num_layers * facts.num_heads * (facts.head_dim * dtype.itemsize + 4)
-    return chunks_to_keep(chunks, per_token, free_bytes(device) - pages - activations - gradients)
+    return chunks_to_keep(
+        chunks, per_token, free_bytes(device) - pages - activations - gradients - gathered_bytes(state.model)
+    )
 
 
 def _normaliser(batch: dict[str, Any], stream: Stream) -> Any:
@@ -201,16 +299,6 @@ def _normaliser(batch: dict[str, Any], stream: Stream) -> Any:
         count = stream.num_targets
     # A tensor on the GPU is not looked at: that would make the host wait.
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
-
-
-def _no_targets(tokens: Tensor, parameters: list[nn.Parameter]) -> Tensor:
-    """An empty list of log-probabilities that still hangs on every trainable parameter: gradients are zero, not
-    missing."""
-    empty = torch.zeros(0, device=tokens.device)
-    if not torch.is_grad_enabled():
-        return empty
-    leaves = parameters + ([tokens] if tokens.requires_grad else [])
-    return torch.cat([empty, *(leaf.reshape(-1)[:0].float() for leaf in leaves)])
 
 
 def _check_request(batch: dict[str, Any]) -> None:

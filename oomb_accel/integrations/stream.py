@@ -97,7 +97,8 @@ def build_stream(batch: Mapping[str, Any], *, chunk_tokens: int, page_tokens: in
     token_index = _joined(indices)
     target_index = token_index[target_rows]
     targets = shifted.reshape(-1)[target_index]
-    _warn_of_rows_without_targets(documents, shifted, target_index)
+    if documents:  # a batch of padding only is the empty batch of a rank that has run out of data
+        _warn_of_rows_without_targets(documents, shifted, target_index)
     schedule = ChunkSchedule.build(lengths, target_rows.tolist(), chunk_tokens=chunk_tokens, page_tokens=page_tokens)
     return Stream(
         schedule=schedule,
@@ -109,6 +110,23 @@ def build_stream(batch: Mapping[str, Any], *, chunk_tokens: int, page_tokens: in
         target_rows_N=_to(target_rows, device),
         target_index_N=_to(target_index, device),
         overcount=_trainer_count(batch) - target_rows.size,
+    )
+
+
+def dummy_stream(device: torch.device) -> Stream:
+    """One token without targets: what a rank runs while others have chunks left."""
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    one = torch.zeros(1, dtype=torch.int64, device=device)
+    return Stream(
+        schedule=ChunkSchedule.build([1], [], chunk_tokens=1, page_tokens=1),
+        document_tokens=(1,),
+        token_index_T=one,
+        position_ids_1T=one[None],
+        targets_N=nothing,
+        target_range=(0, 0),
+        target_rows_N=nothing,
+        target_index_N=nothing,
+        overcount=0,
     )
 
 

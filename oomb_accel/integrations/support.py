@@ -30,6 +30,8 @@ SUPPORTED_MODEL_TYPES = frozenset(
 """Model types whose parity with full attention is tested in this repository."""
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_ZERO3_LIVE_PARAMETERS = 10**9
+"""DeepSpeed's default of ``stage3_max_live_parameters``."""
 _ATTENDS_TO_EVERYTHING = frozenset({"full_attention"})
 _ATTENDS_IN_WINDOW = frozenset({"sliding_attention"})
 
@@ -158,6 +160,18 @@ def check_device(base: PreTrainedModel, tokens: Tensor) -> None:
             "  Under torch's DataParallel (several visible GPUs, no launcher) chunks cannot work.\n"
             f"  Move the batch with .to({str(home)!r}), start with accelerate launch, or set CUDA_VISIBLE_DEVICES=0."
         )
+
+
+def whole_numel(parameter: Any) -> int:
+    """Elements of a parameter, also where ZeRO 3 holds only a part of it."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Device bytes that gathered parameters may take at once under ZeRO 3; 0 otherwise."""
+    partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
+    live = min(sum(map(whole_numel, partitioned)), _ZERO3_LIVE_PARAMETERS)
+    return live * max((p.element_size() for p in partitioned), default=0)
 
 
 def checkpointed_modules(base: PreTrainedModel) -> tuple[nn.Module, ...]:

@@ -24,6 +24,8 @@ from oomb_accel.integrations.attachment import STATE, Attachment
 from oomb_accel.integrations.banner import describe
 from oomb_accel.integrations.step import chunked_step
 from oomb_accel.integrations.support import SUPPORTED_MODEL_TYPES, base_model_of, model_facts, refusals
+from oomb_accel.integrations.versions import check_versions
+from oomb_accel.integrations.wrapped import chunk_forward_of, step_context_of
 from oomb_accel.progress import ChunkEvent, ProgressLine
 
 logger = logging.getLogger("oomb_accel")
@@ -57,6 +59,7 @@ def enable(
         return model
     if getattr(model, STATE, None) is not None:
         raise ValueError("oomb_accel is already on for this model.\n  Call oomb_accel.disable(model) first.")
+    check_versions("transformers", "peft")
     base = base_model_of(model)
     reasons = refusals(model, base)
     if reasons:
@@ -81,6 +84,8 @@ def attach(model: nn.Module, config: OombConfig, *, on_progress: Callable[[Chunk
         config=config,
         facts=model_facts(base),
         forward=model.forward,
+        chunk_forward=chunk_forward_of(model),
+        step_context=step_context_of(model),
         on_chunk=on_progress,
         own_forward="forward" in vars(model),
     )
@@ -88,6 +93,7 @@ def attach(model: nn.Module, config: OombConfig, *, on_progress: Callable[[Chunk
     base.set_attn_implementation(name)
     for layer_config in state.configs:  # a module that PEFT copied has a config of its own
         layer_config._attn_implementation_internal = name
+    attention_interface.CHUNKED.update(module for module in state.modules if hasattr(module, "layer_idx"))
     setattr(model, STATE, state)
     model.forward = _replacement(state)
 
@@ -100,6 +106,7 @@ def disable(model: nn.Module) -> None:
     own_forward, forward = state.own_forward, state.forward
     state.active = False  # whoever wrapped our forward meanwhile gets a plain one
     state.rope.remove()
+    attention_interface.CHUNKED.difference_update(state.modules)
     name = attention_interface.original_of(state.base.config._attn_implementation)
     state.base.set_attn_implementation(name)
     for layer_config in state.configs:
@@ -119,13 +126,16 @@ def _replacement(state: Attachment) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(names, args, strict=False))
+        if attention_interface.PASS_KEYWORD in kwargs:  # one chunk, by way of the root module's hooks
+            return state.chunk_forward(**kwargs)
         has_labels = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
         if not state.active:
             return original(**kwargs)
         if not has_labels:
             _refuse_training_without_labels(state)
             return original(**kwargs)
-        output = chunked_step(state, kwargs)
+        with state.step_context():
+            output = chunked_step(state, kwargs)
         if not state.announced:  # after the first forward: the model is where it will be trained, and it works
             _announce(state)
         return output

@@ -94,10 +94,14 @@ def load_corpus(recipe: Recipe, tokenizer: Any) -> Corpus:
 
 
 def collate(documents: Sequence[Document], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """A micro-batch, padded on the right.
+    """A micro-batch, padded on the right. Without documents it is the empty batch: one token of padding, for a rank
+    that has nothing to do in a micro-step and still takes part in it.
 
     Returns: ``input_ids``, ``attention_mask`` and ``labels``, int64 ``[documents, longest]``.
     """
+    if not documents:
+        row = torch.full((1, 1), pad_token_id)
+        return {"input_ids": row, "attention_mask": torch.zeros_like(row), "labels": torch.full_like(row, IGNORED)}
     rows = [document.input_ids for document in documents]
 
     def pad(tensors: list[torch.Tensor], value: int) -> torch.Tensor:

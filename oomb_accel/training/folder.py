@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -15,26 +16,24 @@ import yaml
 from oomb_accel.training.recipe import Recipe
 
 METRICS, RECIPE, SUMMARY = "metrics.jsonl", "resolved_recipe.yaml", "summary.json"
-PRODUCTS = (
-    METRICS,
-    RECIPE,
-    SUMMARY,
-    "checkpoint-*",
-    "adapter_*",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-)
+PROGRESS = "progress.json"
+"""Written last into a checkpoint that a run can go on from."""
+LATEST = "latest"
+RESULTS = ("adapter_*", "model*.safetensors", "model.safetensors.index.json")
+PRODUCTS = (METRICS, RECIPE, SUMMARY, "checkpoint-*", *RESULTS)
 """What a run leaves and a replacing run removes; other files in the folder are not touched."""
+LEFTOVERS = ".saving-*"
+"""What a run leaves that is killed while it saves."""
 
 
 class RunFolder:
     """Nothing is written or removed before :meth:`start`, so a run that cannot begin leaves no trace.
 
     Args:
-        recipe: its ``output_dir`` and ``overwrite_output_dir`` count.
+        recipe: its ``output_dir``, ``overwrite_output_dir``, ``resume_from_checkpoint`` and ``save_total_limit`` count.
 
     Raises:
-        ValueError: the folder holds something else, or cannot be written.
+        ValueError: the folder holds something else, or cannot be written, or there is no such checkpoint.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -46,21 +45,18 @@ class RunFolder:
             raise ValueError(
                 f"output_dir {str(self.path)!r} is a file.\n  Got a file.\n  Set output_dir to a new folder."
             )
-        if self.path.is_dir() and any(self.path.iterdir()):
-            if not (self.path / RECIPE).is_file():
-                raise ValueError(
-                    f"output_dir {str(self.path)!r} holds files of something else.\n"
-                    f"  Got {', '.join(sorted(item.name for item in self.path.iterdir())[:5])}.\n"
-                    "  Set output_dir to a new or empty folder."
-                )
-            if not recipe.overwrite_output_dir:
-                raise ValueError(
-                    f"output_dir {str(self.path)!r} holds another run.\n  Found its {RECIPE}.\n"
-                    "  Set another output_dir, or replace that run with --overwrite_output_dir."
-                )
-        parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        self.resume = self._checkpoint_to_resume()
+        """The checkpoint that the run goes on from."""
+        self._resume_step = -1 if self.resume is None else step_of(self.resume)
+        self._goes_on = self.resume is not None and self.resume.parent.resolve() == self.path.resolve()
+        if self._goes_on:
+            self._check_later_checkpoints()
+        elif self.path.is_dir() and any(self.path.iterdir()):
+            self._check_replaceable()
+        self.parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        """The folder itself, or the nearest one above it that exists."""
         try:
-            with tempfile.TemporaryDirectory(prefix=".oomb-", dir=parent):
+            with tempfile.TemporaryDirectory(prefix=".oomb-", dir=self.parent):
                 pass
         except OSError as error:
             raise ValueError(
@@ -69,12 +65,18 @@ class RunFolder:
             ) from None
 
     def start(self) -> None:
-        """Make the folder, remove the run it replaces, save the resolved recipe; later calls do nothing."""
+        """Make the folder, remove the run it replaces, or what of a run that goes on came after its checkpoint; save
+        the resolved recipe. Later calls do nothing."""
         if self._started:
             return
         self._started = True
-        for item in [item for pattern in PRODUCTS for item in self.path.glob(pattern)]:
-            shutil.rmtree(item) if item.is_dir() else item.unlink()
+        patterns: tuple[str, ...] = (LEFTOVERS, *PRODUCTS)
+        if self._goes_on:
+            patterns = (LEFTOVERS, SUMMARY)
+            self._forget_later_rows()
+        for item in [*self._later_checkpoints(), *(item for pattern in patterns for item in self.path.glob(pattern))]:
+            if item.exists():
+                shutil.rmtree(item) if item.is_dir() else item.unlink()
         self.path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self._recipe.to_dict(), sort_keys=False)
         self._replace(RECIPE, lambda path: path.write_text(text, encoding="utf-8"))
@@ -88,16 +90,24 @@ class RunFolder:
         finally:
             os.close(handle)
 
-    def save_checkpoint(self, step: int, write: Callable[[Path], None]) -> Path:
-        """A folder ``checkpoint-<step>`` that is there whole or not at all; ``write`` fills a folder."""
+    def temporary(self, name: str) -> Path:
+        """Where the files of a save are written before they get their names."""
+        return self.path / LEFTOVERS.replace("*", name)
+
+    def publish_checkpoint(self, step: int) -> Path:
+        """Give the temporary folder ``checkpoint-<step>`` its name: it is there whole or not at all. Afterwards the
+        oldest checkpoints beyond ``save_total_limit`` are removed."""
         final = self.path / f"checkpoint-{step}"
-        os.replace(self._written(write), final)
+        os.replace(self.temporary(final.name), final)
         self.last_saved = final
+        limit = self._recipe.save_total_limit
+        for old in self._checkpoints()[:-limit] if limit else []:
+            shutil.rmtree(old)
         return final
 
-    def save_final(self, write: Callable[[Path], None]) -> None:
-        """The result, directly in the folder. Weights come last: where they are, everything else is too."""
-        written = self._written(write)
+    def publish_result(self) -> None:
+        """Move the result into the folder. Weights come last: where they are, everything else is too."""
+        written = self.temporary("result")
         for item in sorted(written.iterdir(), key=lambda item: item.suffix == ".safetensors"):
             os.replace(item, self.path / item.name)
         written.rmdir()
@@ -107,19 +117,82 @@ class RunFolder:
         text = json.dumps(summary, indent=2) + "\n"
         self._replace(SUMMARY, lambda path: path.write_text(text, encoding="utf-8"))
 
-    def _written(self, write: Callable[[Path], None]) -> Path:
-        """A temporary folder beside its place, filled by ``write``; removed again when that fails."""
-        temporary = self.path / f".saving-{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        try:
-            write(temporary)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        return temporary
-
     def _replace(self, name: str, write: Callable[[Path], object]) -> None:
         temporary = self.path / f".{name}-{os.getpid()}"
         write(temporary)
         os.replace(temporary, self.path / name)
+
+    def _checkpoint_to_resume(self) -> Path | None:
+        wanted = self._recipe.resume_from_checkpoint
+        if wanted is None:
+            return None
+        complete = [path for path in self._checkpoints() if (path / PROGRESS).is_file()]
+        if wanted == LATEST:
+            return complete[-1] if complete else None
+        if not (Path(wanted) / PROGRESS).is_file():
+            state = "is there, but holds no state of training" if Path(wanted).is_dir() else "is not a folder"
+            there = ", ".join(str(path) for path in complete) or "none"
+            raise ValueError(
+                f"There is no checkpoint to go on from at {wanted!r}.\n  It {state}; in output_dir there is {there}.\n"
+                "  Set resume_from_checkpoint: latest, or to a checkpoint-N folder with progress.json."
+            )
+        return Path(wanted)
+
+    def _check_replaceable(self) -> None:
+        if not (self.path / RECIPE).is_file():
+            raise ValueError(
+                f"output_dir {str(self.path)!r} holds files of something else.\n"
+                f"  Got {', '.join(sorted(item.name for item in self.path.iterdir())[:5])}.\n"
+                "  Set output_dir to a new or empty folder."
+            )
+        # A run that was stopped before its first save has left nothing that could be lost; a job that is started
+        # again and again with `latest` begins anew.
+        worth = any(item for pattern in ("checkpoint-*", *RESULTS) for item in self.path.glob(pattern))
+        begins_anew = self._recipe.resume_from_checkpoint == LATEST and not worth
+        if not (self._recipe.overwrite_output_dir or begins_anew):
+            raise ValueError(
+                f"output_dir {str(self.path)!r} holds another run.\n  Found its {RECIPE}.\n"
+                "  Set another output_dir, go on with --resume_from_checkpoint latest, "
+                "or replace that run with --overwrite_output_dir."
+            )
+
+    def _check_later_checkpoints(self) -> None:
+        later = self._later_checkpoints()
+        if later and not self._recipe.overwrite_output_dir:
+            raise ValueError(
+                f"output_dir {str(self.path)!r} has checkpoints behind {str(self.resume)!r}.\n"
+                f"  Found {', '.join(path.name for path in later)}.\n"
+                "  Set resume_from_checkpoint: latest, another output_dir, or drop them with --overwrite_output_dir."
+            )
+
+    def _checkpoints(self) -> list[Path]:
+        """Checkpoints in the order of their steps."""
+        found = [path for path in self.path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+        return sorted(found, key=_number)
+
+    def _later_checkpoints(self) -> list[Path]:
+        return [path for path in self._checkpoints() if self._goes_on and _number(path) > self._resume_step]
+
+    def _forget_later_rows(self) -> None:
+        """Rows of metrics.jsonl behind the checkpoint belong to steps that are done again."""
+        metrics = self.path / METRICS
+        if not metrics.is_file():
+            return
+        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self._resume_step)
+        self._replace(METRICS, lambda path: path.write_text(kept, encoding="utf-8"))
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says about the run that wrote it."""
+    progress: dict[str, Any] = json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8"))
+    return progress
+
+
+def step_of(checkpoint: Path) -> int:
+    """Number of the last step before the checkpoint."""
+    return int(read_progress(checkpoint)["step"])
+
+
+def _number(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oomb_accel.config import OombConfig
+from oomb_accel.sources import Source
 from oomb_accel.training.settings import Setting, check_value, read_settings
 
 Auto = Literal["auto"]
@@ -34,7 +34,11 @@ class Recipe:
     """Folder for the adapter, metrics.jsonl, resolved_recipe.yaml and summary.json."""
 
     overwrite_output_dir: bool = False
-    """Replace an earlier run in output_dir."""
+    """Replace an earlier run in output_dir; together with resume_from_checkpoint only what came after the
+    checkpoint."""
+
+    resume_from_checkpoint: str | None = None
+    """Go on from a checkpoint-N folder, or from the "latest" one in output_dir; with "latest" and none there, begin."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
@@ -102,7 +106,7 @@ class Recipe:
     """Passes over the data; 1 when neither this nor max_steps is set."""
 
     per_device_train_batch_size: int = 1
-    """Documents per micro-batch and device."""
+    """Documents per micro-batch and device. Devices get documents of like length at the same time."""
 
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step. Every target of a step has the same weight, however they are cut."""
@@ -114,7 +118,11 @@ class Recipe:
     """Print a line every so many steps; metrics.jsonl has every step."""
 
     save_steps: int = 0
-    """Save a checkpoint-N folder every so many steps; 0 saves at the end, and when a run stops early."""
+    """Save a checkpoint-N folder every so many steps: the result so far, and what is needed to go on from it;
+    0 saves at the end, and when a run stops early."""
+
+    save_total_limit: int | None = None
+    """Keep so many of the latest checkpoints; all of them if left out."""
 
     mixed_precision: Literal["auto", "bf16", "no"] = "auto"
     """Autocast. "auto" is bf16 on a GPU and none on the CPU."""
@@ -129,10 +137,12 @@ class Recipe:
     oomb: OombConfig = field(default_factory=OombConfig)
     """Settings of the chunk recurrence: chunk_tokens, page_tokens, backend, and so on."""
 
+    # No setting of a recipe: those in oomb that were given on the command line.
+    oomb_flags: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            value = check_value(item.name, getattr(self, item.name), hints()[item.name])
-            setattr(self, item.name, value)
+        for name, setting in hints().items():
+            setattr(self, name, check_value(name, getattr(self, name), setting))
         for name, example in _REQUIRED.items():
             if not getattr(self, name):
                 raise ValueError(f"The recipe lacks {name}.\n  Example: {name}: {example}   (or --{name} {example})")
@@ -185,12 +195,26 @@ class Recipe:
             ValueError: no such file, not a mapping, or a setting that is unknown, ill-typed or contradictory;
                 the message names the place, the key and what would be right.
         """
-        values = read_settings(Path(path), list(overrides), hints(), OombConfig)
-        return cls(**values)
+        values, flags = read_settings(Path(path), list(overrides), hints(), OombConfig)
+        recipe = cls(**values)
+        recipe.oomb_flags = flags
+        return recipe
+
+    def oomb_sources(self) -> tuple[Source, ...]:
+        """What this recipe says about the chunk recurrence, to be held against what others say."""
+        given = {name: getattr(self.oomb, name) for name in sorted(self.oomb.given)}
+        flags = {name: value for name, value in given.items() if name in self.oomb_flags}
+        written = {name: value for name, value in given.items() if name not in flags}
+        places = {name: f"--oomb.{name}" for name in flags}
+        sources = (
+            Source("the oomb block of the recipe", "yaml", written),
+            Source("the command line", "flag", flags, places),
+        )
+        return tuple(source for source in sources if source.values)
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as plain values, for yaml."""
-        plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        plain = {name: getattr(self, name) for name in hints()}
         plain["oomb"] = self.oomb.to_dict()
         return plain
 
@@ -217,6 +241,7 @@ _LEAST: dict[str, float] = {
     "seed": 0,
     "logging_steps": 1,
     "save_steps": 0,
+    "save_total_limit": 1,
     "eval_last_tokens": 0,
 }
 """Smallest value of each number."""

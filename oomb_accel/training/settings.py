@@ -47,9 +47,9 @@ class Setting:
 
     @staticmethod
     def of(cls: type) -> dict[str, Setting]:
-        """The settings of a dataclass, by name."""
-        resolved = typing.get_type_hints(cls)
-        return {item.name: Setting(item.name, _options(resolved[item.name])) for item in dataclasses.fields(cls)}
+        """The settings of a dataclass, by name: what its constructor takes."""
+        resolved, names = typing.get_type_hints(cls), [item.name for item in dataclasses.fields(cls) if item.init]
+        return {name: Setting(name, _options(resolved[name])) for name in names}
 
     def spell(self) -> str:
         """The types in words."""
@@ -79,7 +79,7 @@ def check_value(name: str, value: Any, setting: Setting) -> Any:
 
 def read_settings(
     path: Path, overrides: list[str], settings: Mapping[str, Setting], block_type: type[OombConfig]
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], frozenset[str]]:
     """Settings of a yaml file, with command-line options over them.
 
     Args:
@@ -88,7 +88,8 @@ def read_settings(
         settings: what is allowed.
         block_type: type of the ``oomb`` block.
 
-    Returns: checked values by name; those that nobody set are left out.
+    Returns: checked values by name, those that nobody set being left out; and the names of those in the block that
+        come from the command line.
 
     Raises:
         ValueError: see :meth:`oomb_accel.training.recipe.Recipe.from_yaml`.
@@ -109,6 +110,7 @@ def read_settings(
         if key not in block_settings:
             raise ValueError(unknown_key_message(str(key), list(block_settings), f"the oomb block of {path}"))
         block[key] = _at(f"the oomb block of {path}", key, value, block_settings[key])
+    flagged = set()
     flags = {**settings, **{f"oomb.{key}": setting for key, setting in block_settings.items()}}
     for flag, text in _split_flags(overrides, flags):
         name = flag.lstrip("-").replace("-", "_")
@@ -118,13 +120,14 @@ def read_settings(
                 known = [f"--oomb.{known_key}" for known_key in block_settings]
                 raise ValueError(unknown_key_message(f"--{name}", known, "the command line"))
             block[key] = _from_text(flag, text, block_settings[key])
+            flagged.add(key)
         elif name not in settings or name == "oomb":
             raise ValueError(_unknown(name, settings, f"the command line ({flag})"))
         else:
             values[name] = _from_text(flag, text, settings[name])
     place = f"the oomb block of {path}" + (" with the options over it" if overrides else "")
     values["oomb"] = block_type.from_dict(block, place=place)
-    return values
+    return values, frozenset(flagged)
 
 
 class _StrictLoader(yaml.SafeLoader):

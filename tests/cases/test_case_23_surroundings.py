@@ -258,3 +258,25 @@ def test_an_autocast_inside_the_forward_and_one_around_the_step() -> None:
         if wanted is not None:
             assert_same_bits(gradients, wanted)
         wanted = gradients
+
+
+def test_a_forward_replaced_after_enable_is_refused() -> None:
+    """As TRL does it for its fused head: full attention would be trained without a word."""
+    model = oomb_accel.enable(tiny_model(), config())
+    model.forward = lambda input_ids, **_: model.model(input_ids=input_ids)
+    ids = documents_of(40)[0].ids[None]
+    with pytest.raises(RuntimeError, match=r"(?s)bypass the chunks.*OombCallback"):
+        model(input_ids=ids, labels=ids)
+    with torch.no_grad():
+        assert model(input_ids=ids).last_hidden_state.shape[1] == 40
+
+
+def test_log_probabilities_are_no_item_in_evaluation() -> None:
+    """Trainer takes every item but the loss for logits and hands them to compute_metrics."""
+    model = oomb_accel.enable(tiny_model(), config())
+    layout = padded(documents_of(40))
+    with torch.no_grad():
+        output = model(**layout.batch)
+    assert list(output) == ["loss"]
+    assert output.log_probs.shape == layout.batch["input_ids"].shape
+    assert list(model(**layout.batch)) == ["loss", "log_probs"]

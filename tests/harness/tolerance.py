@@ -50,6 +50,13 @@ def assert_same_gradients(ours: Mapping[str, Tensor], reference: Mapping[str, Te
     assert not failures, "gradients differ\n" + "\n".join(failures)
 
 
+def worst_relative_error(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """The largest error that `assert_same_gradients` judges relatively, for reports."""
+    largest = max((_norm(g) for g in reference.values()), default=0.0)
+    judged = [(n, size) for n, g in reference.items() if (size := _norm(g)) > TRUE_ZERO * largest]
+    return max((_norm(ours[n].double() - reference[n].double()) / size for n, size in judged), default=0.0)
+
+
 def twice_plain_error(ours: Tensor, plain: Tensor, exact: Tensor, data: torch.dtype) -> tuple[float, float]:
     """Rule 2 as numbers: our error and what is allowed, both as L2 norms."""
     floor = torch.finfo(data).eps / 2 * _norm(exact)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from oomb_accel.sources import Source, resolve
 from oomb_accel.training.recipe import Recipe
 
 Write = Callable[[dict[str, Any]], Path]
@@ -42,6 +43,18 @@ def test_traps_of_yaml_are_read_as_meant(settings: dict[str, Any], tmp_path: Pat
     recipe = Recipe.from_yaml(path)
     assert recipe.learning_rate == 1e-4
     assert recipe.mixed_precision == "no"
+
+
+def test_flags_win_over_other_places_and_the_file_does_not(settings: dict[str, Any], write_recipe: Write) -> None:
+    """Held against the block of a DeepSpeed config."""
+    block = Source("ds.json", "json", {"page_tokens": 8, "chunk_tokens": 64})
+    path = write_recipe(settings)
+    with pytest.raises(ValueError, match=r"page_tokens is set in two places[^$]*ds.json"):
+        resolve(block, *Recipe.from_yaml(path).oomb_sources())
+    resolved = resolve(block, *Recipe.from_yaml(path, ["--oomb.page_tokens", "4"]).oomb_sources())
+    assert (resolved.config.page_tokens, resolved.config.chunk_tokens) == (4, 64)
+    assert resolved.origins == {"page_tokens": "--oomb.page_tokens", "chunk_tokens": "the oomb block of the recipe"}
+    assert any("--oomb.page_tokens" in note and "ds.json" in note for note in resolved.notes)
 
 
 def test_resolved_recipe_reads_back_as_the_same(settings: dict[str, Any], write_recipe: Write) -> None:

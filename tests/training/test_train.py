@@ -182,7 +182,7 @@ def test_a_save_that_fails_leaves_no_half_folder(
         raise OSError("no space left")
 
     monkeypatch.setattr(PeftModel, "save_pretrained", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(RuntimeError, match="no space"):
         train(recipe_of(settings, write_recipe, save_steps=1))
     left = {item.name for item in Path(settings["output_dir"]).iterdir()}
     assert left == {"metrics.jsonl", "resolved_recipe.yaml"}

@@ -1,0 +1,152 @@
+"""``oomb run [--oomb_config PRESET] [--oomb.NAME VALUE ...] SCRIPT [ARGUMENTS ...]``."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, MutableMapping, Sequence
+from pathlib import Path
+
+from oomb_accel.config import unknown_key_message
+from oomb_accel.sources import (
+    BLOCK,
+    LAUNCHED_CONFIG,
+    PRESET_VARIABLE,
+    from_deepspeed,
+    from_text,
+    gather,
+    resolve,
+    setting_names,
+    variable_of,
+)
+
+USAGE = """usage: oomb run [--oomb_config PRESET.yaml] [--oomb.NAME VALUE ...] SCRIPT.py [ARGUMENTS ...]
+
+Runs a training script unchanged, with chunk recurrence switched on for the model that it trains with Trainer,
+SFTTrainer, Accelerate or DeepSpeed. Settings come from these options, from OOMB_ variables, from the preset, and
+from the "oomb" block of the DeepSpeed config. On several GPUs:
+  accelerate launch --config_file configs/accelerate/zero2.yaml -m oomb_accel run SCRIPT.py ...
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a script.
+
+    Returns: 0 when it trained in chunks, 1 when it ended without, 2 when called without a script, else the script's
+    own exit code.
+
+    Raises:
+        ValueError: wrong or contradictory settings, or nothing to switch on.
+    """
+    if "-h" in arguments[:1] or "--help" in arguments[:1]:
+        print(USAGE)
+        return 0
+    options, words = _split(list(arguments))
+    if not words:
+        print(f"{USAGE}\noomb run: give the path of a script.", file=sys.stderr)
+        return 2
+    if not Path(words[0]).is_file():
+        raise ValueError(
+            f"The script {words[0]!r} does not exist.\n  Looked in {os.getcwd()}.\n"
+            "  Give its path behind the options; options need a value each: --oomb.deterministic true"
+        )
+    _into_environment(options, os.environ)
+    _check_requested(words[1:])
+    from oomb_accel.integrations.unmodified import install_everywhere  # wrong settings are refused before this import
+
+    steps = install_everywhere()
+    code = _run(words)
+    if code == 0 and steps() == 0:
+        print(
+            f"oomb run: {words[0]} ended without a training step in chunks.\n"
+            "  A model is switched on in Trainer, accelerator.prepare or deepspeed.initialize, and trains in chunks "
+            "where a batch has labels; none did.\n"
+            "  Use one of these, with labels in the batch.",
+            file=sys.stderr,
+        )
+        return 1
+    return code
+
+
+def _split(arguments: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Our options as pairs of name and text, and the rest from the script on."""
+    options: list[tuple[str, str]] = []
+    while arguments and arguments[0].startswith("-"):
+        flag, equals, text = arguments.pop(0).partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        known = ["oomb_config", *(f"oomb.{setting}" for setting in setting_names())]
+        if name not in known:
+            raise ValueError(unknown_key_message(flag, [f"--{item}" for item in known], "the command line"))
+        if not equals:
+            if not arguments:
+                raise ValueError(
+                    f"{flag} on the command line has no value.\n  Got nothing behind it.\n  Write {flag} VALUE."
+                )
+            text = arguments.pop(0)
+        options.append((name, text))
+    return options, arguments
+
+
+def _into_environment(options: list[tuple[str, str]], environ: MutableMapping[str, str]) -> None:
+    """Options become ``OOMB_`` variables, which every entry point reads and child processes inherit."""
+    for name, text in options:
+        if name == "oomb_config":
+            variable, same = PRESET_VARIABLE, lambda old, new: old == new
+        else:
+            setting = name.removeprefix("oomb.")
+            variable, same = variable_of(setting), _comparison(setting, f"--{name}")
+        old = environ.get(variable)
+        if old is not None and not same(old, text):
+            raise ValueError(
+                f"--{name} and {variable} contradict each other.\n"
+                f"  Got --{name} {text} on the command line, and {variable}={old} before it.\n"
+                f"  Remove one of them, or write {text} in both."
+            )
+        environ[variable] = text
+
+
+def _comparison(setting: str, place: str) -> Callable[[str, str], bool]:
+    return lambda old, new: bool(from_text(setting, old, variable_of(setting)) == from_text(setting, new, place))
+
+
+def _check_requested(script_arguments: list[str]) -> None:
+    """Refuse a run that nobody has asked to switch anything on for; contradictions come out here too."""
+    config = os.environ.get(LAUNCHED_CONFIG)
+    configs = [None if config == "none" else config]
+    # Trainer's --deepspeed ds.json and the like.
+    paths = [word.partition("=")[2] or word for word in script_arguments]
+    configs += [path for path in paths if path.endswith(".json") and _has_block(path)]
+    requested = [source for item in configs for source in gather(item)]
+    if not requested:
+        raise ValueError(
+            "There is nothing to switch on.\n"
+            f"  Looked for --oomb options, OOMB_ variables, and for {BLOCK!r} in the DeepSpeed config "
+            f"({config or 'none given'}).\n"
+            f'  Add --oomb.chunk_tokens 8192, or "{BLOCK}": {{"chunk_tokens": 8192}} to the DeepSpeed config.'
+        )
+    for item in configs:
+        resolve(*gather(item))
+
+
+def _has_block(path: str) -> bool:
+    return Path(path).is_file() and _is_deepspeed(path) and bool(from_deepspeed(path))
+
+
+def _is_deepspeed(path: str) -> bool:
+    """Whether a JSON file looks like a DeepSpeed config; a script may read any."""
+    return '"zero_optimization"' in Path(path).read_text(encoding="utf-8", errors="replace")
+
+
+def _run(words: list[str]) -> int:
+    """The script as ``python SCRIPT ARGUMENTS`` would run it; returns its exit code."""
+    sys.argv[:] = words
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    return 0

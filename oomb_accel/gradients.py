@@ -1,0 +1,165 @@
+"""How the gradients of a step's passes become the gradients of its parameters.
+
+From outside a step is one forward and one backward, but its backward sweep runs the model once per chunk. Two ways
+lead from the passes to the parameters:
+
+* *Returned*: each pass differentiates with respect to the parameters; the sums are what the step's node in the
+  caller's graph returns. Every hook of the parameters fires once. For one process, DDP and ZeRO 0-2.
+* *Deferred*: each pass back-propagates into ``p.grad``; all passes but the last are put aside in fp32, and the last
+  one delivers the sum. For ZeRO 3, whose parameters are empty outside of their modules, so that no node can have
+  them as inputs. DeepSpeed is told by ``ds_grad_is_ready`` when a gradient is complete.
+
+Both hold every trainable gradient whole, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from oomb_accel.hooks import first_hooks, without_hooks
+
+
+class StepGradients(Protocol):
+    """Takes the gradients of one step, pass by pass."""
+
+    @property
+    def leaves(self) -> Sequence[Tensor]:
+        """What the step depends on, as far as the caller's graph can know it."""
+
+    def add(self, log_probs_N: Tensor, grad_N: Tensor, embeds_1TD: Tensor | None, *, last: bool) -> Tensor | None:
+        """Back-propagate one pass.
+
+        Args:
+            log_probs_N: result of the pass, with its graph.
+            grad_N: its gradient.
+            embeds_1TD: the pass's input embeddings: a leaf.
+            last: no pass comes after this one.
+
+        Returns:
+            Gradient of the embeddings, where they want one.
+        """
+
+    def results(self) -> list[Tensor | None]:
+        """Gradients of the leaves, after the last pass."""
+
+
+class ReturnedGradients:
+    """Sums of all passes in fp32, for the step's node to return.
+
+    Args:
+        parameters: the trainable parameters of the model.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.leaves = parameters
+
+    @cached_property
+    def _sums(self) -> list[Tensor]:
+        """Made when the backward sweep needs them; zeros, not None, for a step without passes."""
+        return [torch.zeros_like(p, dtype=_wide(p)) for p in self.leaves]
+
+    def add(self, log_probs_N: Tensor, grad_N: Tensor, embeds_1TD: Tensor | None, *, last: bool) -> Tensor | None:
+        del last
+        wants = embeds_1TD is not None and embeds_1TD.requires_grad
+        inputs = [*self.leaves, embeds_1TD] if embeds_1TD is not None and wants else list(self.leaves)
+        with without_hooks(inputs):
+            # A parameter may play no part in a pass.
+            grads = torch.autograd.grad(log_probs_N, inputs, grad_N, allow_unused=True)
+        _add(self._sums, grads[: len(self.leaves)])
+        return grads[-1] if wants else None
+
+    def results(self) -> list[Tensor | None]:
+        return [total.to(p.dtype) for total, p in zip(self._sums, self.leaves, strict=True)]
+
+
+class DeferredGradients:
+    """Gradients go to the parameters themselves, complete with the last pass.
+
+    Args:
+        parameters: the trainable parameters of the model, partitioned by ZeRO 3.
+        device: of the model.
+    """
+
+    _last_backward: ClassVar[int] = -1
+    """The caller's backward in which gradients were delivered last."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        self.leaves: Sequence[Tensor] = (torch.zeros((), device=device, requires_grad=True),)
+        self._parameters = parameters
+        self._put_aside: dict[nn.Parameter, Tensor] = {}
+
+    def add(self, log_probs_N: Tensor, grad_N: Tensor, embeds_1TD: Tensor | None, *, last: bool) -> Tensor | None:
+        if last:
+            self._refuse_second_delivery()
+        hooks = first_hooks(self._parameters, self._complete) if last else without_hooks(self._parameters)
+        with hooks, _ready(self._parameters, last):
+            torch.autograd.backward(log_probs_N, grad_N)
+        if not last:
+            self._collect()
+        elif self._put_aside:
+            raise RuntimeError(
+                f"{len(self._put_aside)} parameters took part in a chunk, but not in the first one: their gradients "
+                "would be lost.\n  Under ZeRO 3 every pass must run every module.\n"
+                "  Use ZeRO 2, or a model whose layers do not depend on the data."
+            )
+        return None if embeds_1TD is None else embeds_1TD.grad
+
+    def results(self) -> list[Tensor | None]:
+        return [None]
+
+    def _refuse_second_delivery(self) -> None:
+        """DeepSpeed takes each gradient once per backward: the node of a second forward would deliver it again."""
+        backward = torch._C._current_graph_task_id()
+        if backward >= 0 and backward == DeferredGradients._last_backward:
+            raise RuntimeError(
+                "Two forwards before one backward are not possible under ZeRO 3.\n"
+                "  Each of them would deliver the complete gradient of every parameter.\n"
+                "  Call backward after each forward and set gradient_accumulation_steps, or use ZeRO 2."
+            )
+        DeferredGradients._last_backward = backward
+
+    def _collect(self) -> None:
+        """Put the gradients of a pass aside."""
+        for parameter in self._parameters:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if parameter in self._put_aside:
+                self._put_aside[parameter] += grad
+            else:
+                self._put_aside[parameter] = grad.to(_wide(grad))
+            parameter.grad = None
+
+    def _complete(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
+        """The last pass's gradient together with all that was put aside."""
+        total = self._put_aside.pop(parameter, None)
+        return grad if total is None else total.add_(grad).to(grad.dtype)
+
+
+@contextmanager
+def _ready(parameters: Sequence[Any], ready: bool) -> Iterator[None]:
+    """Tell DeepSpeed whether the gradients of the backward inside are complete. It takes a parameter without this
+    mark as ready, so the mark never stays behind, not even after an error."""
+    for parameter in parameters:
+        parameter.ds_grad_is_ready = ready
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            del parameter.ds_grad_is_ready
+
+
+def _add(sums: list[Tensor], grads: Sequence[Tensor | None]) -> None:
+    pairs = [(s, g) for s, g in zip(sums, grads, strict=True) if g is not None]
+    if pairs:
+        torch._foreach_add_([s for s, _ in pairs], [g.to(s.dtype) for s, g in pairs])
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

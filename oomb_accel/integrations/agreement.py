@@ -1,0 +1,49 @@
+"""Ranks agree on how many passes a step has, where passes contain collectives.
+
+Under ZeRO 3 every pass gathers parameters, so ranks whose documents have fewer chunks run dummy passes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """Whether ZeRO 3 (or ``zero.Init``) holds the model's parameters in parts."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def num_ranks() -> int:
+    """Processes that train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def agree_on_passes(num_passes: int, device: torch.device) -> int:
+    """The largest number of passes that any rank needs; at least one. Collective.
+
+    Raises:
+        RuntimeError: another rank has refused its batch.
+    """
+    passes, refused = _largest((num_passes, 0), device)
+    if refused:
+        raise RuntimeError(
+            "Another rank has refused its batch, so this step cannot be run.\n"
+            "  Its own message says why.\n  Look for it in the output of the other processes."
+        )
+    return max(1, passes)
+
+
+def refuse_passes(device: torch.device) -> None:
+    """Take part in the agreement of a step that this rank cannot run, so that the others do not wait for it."""
+    _largest((0, 1), device)
+
+
+def _largest(values: tuple[int, int], device: torch.device) -> tuple[int, int]:
+    if num_ranks() == 1:
+        return values
+    agreed = torch.tensor(values, device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    first, second = agreed.tolist()
+    return first, second

@@ -1,0 +1,115 @@
+"""What a run trains and on what, so that a checkpoint of something else is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+
+from oomb_accel.training.data import Document
+from oomb_accel.training.recipe import Recipe
+
+SAMPLED_PARAMETERS = 64
+ADAPTER_SETTINGS = (
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save"),
+    *("use_rslora", "use_dora"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Digests of what must be the same when a run goes on."""
+
+    model: str
+    """Names and shapes of all parameters, and the values of some, as loaded."""
+    adapter: str
+    """What is trained: settings of the adapter, names and shapes."""
+    data: str
+    """All tokens and labels, in order."""
+
+    def to_dict(self) -> dict[str, str]:
+        return dataclasses.asdict(self)
+
+
+def model_digest(model: nn.Module) -> str:
+    """Digest of a model that was just loaded: names, shapes, and the values of its smallest parameters (norms and
+    biases, which fine-tuning changes too) and of its smallest matrix. The same for any number of ranks."""
+    parameters = sorted(model.named_parameters(), key=lambda item: (_size(item[1]), item[0]))
+    matrices = (item for item in parameters if len(_shape(item[1])) > 1)
+    sampled = dict([*parameters[:SAMPLED_PARAMETERS], *itertools.islice(matrices, 1)])
+    digest = hashlib.sha256(_layout(parameters))
+    with whole(sampled.values()):
+        for parameter in sampled.values():
+            values = parameter.detach().to(torch.bfloat16).contiguous().cpu()  # whatever type it was loaded in
+            digest.update(values.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def adapter_digest(model: nn.Module, recipe: Recipe) -> str:
+    """Digest of what is trained."""
+    settings = {name: getattr(recipe, name) for name in ADAPTER_SETTINGS}
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return hashlib.sha256(repr(settings).encode() + _layout(trained)).hexdigest()
+
+
+def data_digest(documents: Sequence[Document]) -> str:
+    """Digest of tokens and labels."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(len(document.input_ids).to_bytes(8, "little"))
+        digest.update(document.input_ids.numpy().tobytes())
+        digest.update(document.labels.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_same_on_all_ranks(accelerator: Accelerator, identity: Identity, recipe: Recipe) -> None:
+    """Ranks plan on their own, so they must agree on what there is.
+
+    Raises:
+        ValueError: ranks read different data, models or recipes.
+    """
+    if accelerator.num_processes == 1:
+        return
+    settings = {name: value for name, value in recipe.to_dict().items() if name != "output_dir"}
+    ours = {**identity.to_dict(), "recipe": hashlib.sha256(repr(settings).encode()).hexdigest()}
+    for what, first in ours.items():
+        said = gather_object([first])
+        odd = [rank for rank, value in enumerate(said) if value != said[0]]
+        if odd:
+            raise ValueError(
+                f"The processes of this run do not have the same {what}.\n"
+                f"  Process {odd[0]} differs from process 0.\n"
+                "  Give every machine the same recipe, data and model files."
+            )
+
+
+def whole(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
+    """Inside, parameters that ZeRO 3 has in shards are whole; every rank has to enter."""
+    sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not sharded:
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(sharded)
+    return context
+
+
+def _layout(parameters: Iterable[tuple[str, nn.Parameter]]) -> bytes:
+    return repr([(name, _shape(parameter)) for name, parameter in parameters]).encode()
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _size(parameter: nn.Parameter) -> int:
+    return torch.Size(_shape(parameter)).numel()

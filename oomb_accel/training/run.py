@@ -1,0 +1,90 @@
+"""The parts of one run, and what it did so far."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate import Accelerator
+
+from oomb_accel.progress import ProgressLine
+from oomb_accel.rng import RngState
+from oomb_accel.training.data import Corpus
+from oomb_accel.training.folder import RunFolder
+from oomb_accel.training.identity import Identity
+from oomb_accel.training.recipe import Recipe
+from oomb_accel.training.sampler import LengthBalancedSampler
+
+
+@dataclass(kw_only=True, slots=True)
+class Summary:
+    """What a run did, its earlier parts included. Times in seconds, memory in GiB; tokens count all devices."""
+
+    steps: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    waiting: float = 0.0
+    """Share of the devices' time spent waiting for another one's longer documents, counted in tokens."""
+    first_loss: float = math.nan
+    last_loss: float = math.nan
+    last_tokens_loss_before: float | None = None
+    last_tokens_loss_after: float | None = None
+    peak_gpu_gib: float | None = None
+    peak_host_gib: float = 0.0
+    output_dir: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(slots=True)
+class Run:
+    """The prepared parts of one run."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    model: Any
+    """As prepared: plain, in DDP, or a DeepSpeed engine."""
+    tokenizer: Any
+    corpus: Corpus
+    sampler: LengthBalancedSampler
+    optimizer: Any
+    folder: RunFolder
+    line: ProgressLine
+    num_steps: int
+    num_targets: list[int]
+    """Targets of each document."""
+    identity: Identity
+    summary: Summary = field(default_factory=Summary)
+    norm_hook: Any = None
+    """Holds the norm of the gradient where it can only be measured inside of an engine's step."""
+    updating: bool = False
+    """True while weights and optimizer state are between two steps: such a state must not be saved."""
+    rng: RngState | None = None
+    """Random generators as they were before the step that is being done."""
+    started: float = field(default_factory=time.perf_counter)
+    """When this part of the run began; moved back by the time of earlier parts."""
+
+    def say(self, text: str) -> None:
+        """Print on the main process, without disturbing the progress line."""
+        self.line.clear()
+        if self.accelerator.is_main_process:  # Accelerate's own print speaks once on every machine
+            print(text, flush=True)
+
+    @property
+    def pad_token_id(self) -> int:
+        return self.tokenizer.pad_token_id or 0
+
+    @property
+    def bare_model(self) -> Any:
+        """The model without wrappers of Accelerate, DDP and DeepSpeed."""
+        return self.accelerator.unwrap_model(self.model)
+
+    def trainable(self) -> dict[str, Any]:
+        """Trained parameters by name."""
+        return {name: p for name, p in self.bare_model.named_parameters() if p.requires_grad}

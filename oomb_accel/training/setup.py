@@ -1,0 +1,155 @@
+"""From a recipe to a run that can begin; whatever is wrong shows here, before any time is spent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+
+import oomb_accel
+from oomb_accel.integrations.prepare import prepare_with
+from oomb_accel.integrations.rope import check_length
+from oomb_accel.integrations.timeout import set_timeout
+from oomb_accel.progress import ProgressLine
+from oomb_accel.sources import Resolved, gather, resolve
+from oomb_accel.training.checkpoint import check_shared, keep_frozen_weights_out, load_checkpoint
+from oomb_accel.training.data import Corpus, check_vocabulary, load_corpus
+from oomb_accel.training.folder import RunFolder, read_progress
+from oomb_accel.training.identity import (
+    Identity,
+    adapter_digest,
+    check_same_on_all_ranks,
+    data_digest,
+    model_digest,
+)
+from oomb_accel.training.launch import clips_itself, make_accelerator, zero_stage
+from oomb_accel.training.model import add_adapters, apply_liger, load_model, load_tokenizer
+from oomb_accel.training.recipe import Recipe
+from oomb_accel.training.reshard import needs_other_shards
+from oomb_accel.training.run import Run
+from oomb_accel.training.sampler import LengthBalancedSampler
+from oomb_accel.training.step import NormBeforeUpdate
+
+
+def prepare(recipe: Recipe) -> Run:
+    """Load everything, and go to where the checkpoint is that the recipe names.
+
+    Raises:
+        ValueError: something in the recipe, the data, the model, the launch or the checkpoint cannot work.
+    """
+    folder = RunFolder(recipe)
+    accelerator = make_accelerator(recipe)
+    resolved = _settings(recipe, accelerator)
+    recipe.oomb = resolved.config
+    set_seed(recipe.seed)
+    tokenizer = load_tokenizer(recipe)
+    corpus = load_corpus(recipe, tokenizer)
+    model = load_model(recipe)
+    identity_of_base = model_digest(model)
+    _check_model(model, recipe, corpus, accelerator)
+    if apply_liger(model, recipe, accelerator.device):
+        corpus.notes.append("Liger kernels for norms, RoPE and MLP")
+    model = add_adapters(model, recipe)
+    identity = Identity(
+        model=identity_of_base, adapter=adapter_digest(model, recipe), data=data_digest(corpus.documents)
+    )
+    check_same_on_all_ranks(accelerator, identity, recipe)
+    sampler = _sampler(recipe, corpus, accelerator, folder)
+    num_steps = recipe.max_steps or sampler.steps_per_epoch * (recipe.num_train_epochs or 1)
+    _check_steps_left(folder, num_steps)
+    line = ProgressLine(force=recipe.oomb.progress is True)
+    show = recipe.oomb.progress is not False
+    oomb_accel.enable(model, recipe.oomb, on_progress=line if show else None)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        fused=accelerator.device.type == "cuda",
+    )
+    if folder.resume is not None and needs_other_shards(accelerator, read_progress(folder.resume)):
+        accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
+    prepared, optimizer = prepare_with(accelerator, accelerator.prepare, (model, optimizer), model, resolved)
+    if zero_stage(accelerator) is None:  # which would have been told how many micro-steps there are
+        set_timeout(model, recipe.oomb, micro_steps=recipe.gradient_accumulation_steps)
+    run = Run(
+        recipe=recipe,
+        accelerator=accelerator,
+        model=prepared,
+        tokenizer=tokenizer,
+        corpus=corpus,
+        sampler=sampler,
+        optimizer=optimizer,
+        folder=folder,
+        line=line,
+        num_steps=num_steps,
+        num_targets=[document.num_targets for document in corpus.documents],
+        identity=identity,
+    )
+    _add_norm_hook(run)
+    check_shared(run)
+    keep_frozen_weights_out(run)
+    set_seed(recipe.seed, device_specific=True)  # dropout differs between ranks
+    if folder.resume is not None:
+        load_checkpoint(run, folder.resume)
+    return run
+
+
+def _settings(recipe: Recipe, accelerator: Accelerator) -> Resolved:
+    """The oomb settings of the recipe together with those of the DeepSpeed config and of the environment."""
+    deepspeed = zero_stage(accelerator) is not None
+    config = accelerator.state.deepspeed_plugin.deepspeed_config if deepspeed else None
+    return resolve(*gather(config, *recipe.oomb_sources()))
+
+
+def _check_model(model: nn.Module, recipe: Recipe, corpus: Corpus, accelerator: Accelerator) -> None:
+    check_vocabulary(corpus.documents, model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    if recipe.oomb.enabled and recipe.oomb.beyond_trained_length == "error":
+        check_length(model.config, [len(document.input_ids) for document in corpus.documents])
+    if zero_stage(accelerator) is not None and not _deepspeed_casts(accelerator):
+        odd = next((p.dtype for p in model.parameters() if p.dtype != torch.float32), None)
+        if odd is not None:
+            raise ValueError(
+                f"DeepSpeed trains in fp32 here, and the weights are {str(odd).removeprefix('torch.')}.\n"
+                "  Got mixed precision no.\n  Set mixed_precision: bf16, or torch_dtype: float32."
+            )
+
+
+def _deepspeed_casts(accelerator: Accelerator) -> bool:
+    config: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
+    return config.get("bf16", {}).get("enabled") is True
+
+
+def _sampler(recipe: Recipe, corpus: Corpus, accelerator: Accelerator, folder: RunFolder) -> LengthBalancedSampler:
+    """The plan of the data; a run that goes on keeps the groups that it began with."""
+    batch_size, accumulation = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
+    per_step = accelerator.num_processes * batch_size * accumulation
+    before = read_progress(folder.resume) if folder.resume is not None else {}
+    return LengthBalancedSampler(
+        [len(document.input_ids) for document in corpus.documents],
+        num_ranks=accelerator.num_processes,
+        rank=accelerator.process_index,
+        batch_size=batch_size,
+        accumulation=accumulation,
+        seed=recipe.seed,
+        group=before["group"] if before.get("documents_per_step") == per_step else None,
+    )
+
+
+def _check_steps_left(folder: RunFolder, num_steps: int) -> None:
+    done = read_progress(folder.resume)["step"] if folder.resume is not None else 0
+    if done >= num_steps:
+        raise ValueError(
+            f"There is nothing left to train.\n  {str(folder.resume)!r} is at step {done} of {num_steps}.\n"
+            f"  Set max_steps={done + max(done // 2, 1)}, or leave resume_from_checkpoint out."
+        )
+
+
+def _add_norm_hook(run: Run) -> None:
+    stage = zero_stage(run.accelerator)
+    if stage is None or not clips_itself(stage, "bf16" if _deepspeed_casts(run.accelerator) else "no"):
+        return
+    run.norm_hook = NormBeforeUpdate(list(run.trainable().values()), run.recipe.max_grad_norm)
+    run.model.optimizer.register_step_pre_hook(run.norm_hook)

@@ -1,0 +1,239 @@
+"""Settings from several places: precedence, contradictions that name both places, typos, "auto", files."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oomb_accel import OombConfig
+from oomb_accel.sources import (
+    LAUNCHED_CONFIG,
+    ResolvedBlock,
+    Source,
+    from_deepspeed,
+    from_environment,
+    from_yaml,
+    gather,
+    load_deepspeed_config,
+    resolve,
+    surroundings,
+)
+
+PLACES = {"python": "prepare(config=...)", "flag": "OOMB_CHUNK_TOKENS", "yaml": "preset.yaml", "json": "ds.json"}
+
+
+def source(kind: Any, **values: Any) -> Source:
+    return Source(PLACES[kind], kind, values)
+
+
+def message(*sources: Source) -> str:
+    with pytest.raises(ValueError) as caught:
+        resolve(*sources)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("weaker", ["yaml", "json"])
+def test_a_flag_replaces_yaml_and_json_and_says_so(weaker: str) -> None:
+    for order in itertools.permutations([source("flag", chunk_tokens=512), source(weaker, chunk_tokens=4096)]):
+        got = resolve(*order)
+        assert got.config.chunk_tokens == 512
+        assert got.origins == {"chunk_tokens": "OOMB_CHUNK_TOKENS"}
+        line = next(note for note in got.notes if note.startswith("replaced"))
+        assert "chunk_tokens=512 (OOMB_CHUNK_TOKENS) replaces 4096" in line and PLACES[weaker] in line
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("python", "flag"), ("python", "yaml"), ("python", "json"), ("yaml", "json"), ("flag", "flag"), ("json", "json")],
+)
+def test_any_other_disagreement_is_an_error_that_names_both_places_and_values(first: str, second: str) -> None:
+    for order in itertools.permutations([source(first, chunk_tokens=512), source(second, chunk_tokens=4096)]):
+        text = message(*order)
+        assert "chunk_tokens=512" in text and "chunk_tokens=4096" in text
+        assert PLACES[first] in text and PLACES[second] in text
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(PLACES, 2)))
+def test_equal_values_and_different_settings_are_no_contradiction(first: str, second: str) -> None:
+    got = resolve(source(first, chunk_tokens=512, page_tokens=64), source(second, chunk_tokens=512, backend="torch"))
+    assert got.config == OombConfig(chunk_tokens=512, page_tokens=64, backend="torch")
+    assert not any(note.startswith("replaced") for note in got.notes)
+
+
+def test_text_of_the_environment_equals_numbers_and_booleans_elsewhere() -> None:
+    variables = {"OOMB_CHUNK_TOKENS": "4_096", "OOMB_DETERMINISTIC": "True", "OOMB_TIMEOUT_MINUTES": "auto"}
+    block: dict[str, Any] = {"chunk_tokens": 4096, "deterministic": True, "timeout_minutes": "auto"}
+    got = resolve(*gather({"oomb": block}, Source.of_python(block, "here"), environ=variables))
+    assert got.config == OombConfig(**block)
+
+
+def test_only_settings_that_python_wrote_down_count() -> None:
+    python = Source.of_python(OombConfig(page_tokens=64), "here")
+    assert dict(python.values) == {"page_tokens": 64}
+    assert resolve(source("json", chunk_tokens=4096), python).config == OombConfig(chunk_tokens=4096, page_tokens=64)
+    written = Source.of_python(OombConfig(chunk_tokens=OombConfig().chunk_tokens), "here")
+    assert "here" in message(source("json", chunk_tokens=4096), written)
+
+
+def test_notes_tell_every_setting_with_its_place_and_what_is_automatic() -> None:
+    json_ = source("json", chunk_tokens=4096, page_tokens=64, keep_outputs="auto")
+    notes = resolve(json_, source("flag", backend="torch")).notes
+    assert notes[0] == (
+        "settings   chunk_tokens=4096, page_tokens=64, keep_outputs=auto (ds.json), backend=torch (OOMB_CHUNK_TOKENS)"
+    )
+    assert notes[1].startswith("auto       keep_outputs")
+    assert resolve().notes == ("settings   the defaults",)
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [("OOMB_CHUNK_TOKEN", "OOMB_CHUNK_TOKENS"), ("OOMB_BACKENDS", "OOMB_BACKEND"), ("OOMB_CONFIGS", "OOMB_CONFIG")],
+)
+def test_an_unknown_variable_names_the_nearest(variable: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=rf"{variable}'[^\n]*environment(?s:.*)'{expected}'"):
+        from_environment({variable: "1"})
+
+
+@pytest.mark.parametrize("variable", ["OOMB_PYTHON", "OOMB_TORCH_INDEX", "OOMB_ALLOW_CUDA_TORCH", "PATH", "oomb_x"])
+def test_other_variables_are_left_alone(variable: str) -> None:
+    assert from_environment({variable: "anything"}) == ()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"), [("OOMB_CHUNK_TOKENS", "8k"), ("OOMB_DETERMINISTIC", "maybe"), ("OOMB_BACKEND", "cuda")]
+)
+def test_text_that_does_not_fit_names_variable_value_and_what_is_allowed(variable: str, text: str) -> None:
+    with pytest.raises(ValueError, match=rf"{variable}(?s:.*){text}(?s:.*)Allowed:"):
+        from_environment({variable: text})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("true", True), ("0", False), ("off", False), ("YES", True), ("auto", "auto")]
+)
+def test_booleans_in_the_environment(text: str, expected: object) -> None:
+    (found,) = from_environment({"OOMB_KEEP_OUTPUTS": text})
+    assert found.values == {"keep_outputs": expected} and found.place_of("keep_outputs") == "OOMB_KEEP_OUTPUTS"
+
+
+def test_a_preset_stands_alone_or_under_the_block_name(tmp_path: Path) -> None:
+    path = tmp_path / "preset.yaml"
+    for text in ("chunk_tokens: 512\n", "oomb:\n  chunk_tokens: 512\n"):
+        path.write_text(text)
+        found = surroundings({"OOMB_CONFIG": str(path)})
+        assert [(s.kind, s.place, s.values) for s in found] == [("yaml", str(path), {"chunk_tokens": 512})]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("chunk_token: 1\n", "'chunk_tokens'"),
+        ("- 1\n", "one mapping"),
+        ("chunk_tokens: 1\nchunk_tokens: 2\n", "stands twice"),
+        ("a: [\n", "cannot be read"),
+        ("chunk_tokens: auto\n", "set 8192"),
+    ],
+)
+def test_a_wrong_preset_names_the_file(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "preset.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=expected) as caught:
+        from_yaml(path)
+    assert "preset.yaml" in str(caught.value)
+
+
+def test_a_missing_preset_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"'nowhere\.yaml' cannot be read"):
+        from_yaml("nowhere.yaml")
+
+
+CONFIG = {"zero_optimization": {"stage": 2}, "oomb": {"chunk_tokens": 512}}
+
+
+def test_a_deepspeed_config_comes_as_mapping_file_text_or_base_64(tmp_path: Path) -> None:
+    path, text = tmp_path / "ds.json", json.dumps(CONFIG)
+    path.write_text(text)
+    for form in (CONFIG, str(path), path, text, base64.urlsafe_b64encode(text.encode()).decode()):
+        assert load_deepspeed_config(form) == CONFIG
+        (found,) = from_deepspeed(form)
+        assert found.values == {"chunk_tokens": 512}
+    assert from_deepspeed(str(path))[0].place == str(path)
+    assert from_deepspeed({"zero_optimization": {}}) == () == from_deepspeed(None)
+
+
+def test_a_dict_that_the_launcher_read_is_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(CONFIG))
+    monkeypatch.setenv(LAUNCHED_CONFIG, str(path))
+    assert from_deepspeed(copy.deepcopy(CONFIG))[0].place == str(path)
+    assert from_deepspeed({"oomb": {"chunk_tokens": 4096}})[0].place == "the DeepSpeed config"
+    monkeypatch.setenv(LAUNCHED_CONFIG, "none")
+    assert from_deepspeed(CONFIG)[0].place == "the DeepSpeed config"
+
+
+@pytest.mark.parametrize("key", ["omb", "ooomb", "OOMB", "oomb_", "oombs", "oomb_acel", "oobm"])
+def test_a_misspelt_block_is_an_error(key: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s)Unknown key '{key}'.*Did you mean 'oomb'"):
+        from_deepspeed({key: {"chunk_tokens": 512}})
+
+
+def test_no_key_of_deepspeed_counts_as_misspelt() -> None:
+    constants = pytest.importorskip("deepspeed.runtime.constants")
+    keys = [value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)]
+    assert len(keys) > 50
+    assert from_deepspeed(dict.fromkeys([*keys, "zero_optimization", "comms_logger"], 1)) == ()
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ({"chunk_token": 1}, "(?s)'chunk_token' in the oomb block of the DeepSpeed config.*'chunk_tokens'"),
+        ({"chunk_tokens": "8192"}, "(?s)oomb block of the DeepSpeed config.*a whole number"),
+        ({"chunk_tokens": "auto"}, r'(?s)"auto" is not resolved for chunk_tokens: set 8192'),
+        ({"enabled": "auto"}, '(?s)"auto" is not resolved for enabled: set true'),
+        (True, "(?s)must be a mapping.*True"),
+        ({"chunk_tokens": 64}, "(?s)at least one page.*chunk_tokens=64 with page_tokens=128"),
+    ],
+)
+def test_a_wrong_block_is_an_error_with_a_remedy(block: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        resolve(*from_deepspeed({"oomb": block}))
+
+
+@pytest.mark.parametrize("text", ["{'a'", '{"a": 1}, 2', "[1]"])
+def test_text_that_is_no_config_is_an_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(ValueError, match="DeepSpeed config"):
+        from_deepspeed(tmp_path / "ds.json")
+    with pytest.raises(ValueError, match="does not exist"):
+        from_deepspeed("nowhere.json")
+
+
+def test_a_key_that_stands_twice_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"'chunk_tokens' stands twice(?s:.*)1024 and 512"):
+        from_deepspeed('{"oomb": {"chunk_tokens": 1024, "chunk_tokens": 512}}')
+
+
+def test_a_resolved_block_has_no_auto_and_keeps_its_sources_through_copies() -> None:
+    resolved = resolve(source("json", chunk_tokens=512, keep_outputs="auto"), source("flag", backend="torch"))
+    block = resolved.block()
+    assert block == {"enabled": True, "chunk_tokens": 512, "backend": "torch"}
+    assert json.loads(json.dumps(block)) == dict(block)
+    for again in (copy.deepcopy({"oomb": block}), {"oomb": copy.copy(block)}):
+        assert isinstance(again["oomb"], ResolvedBlock)
+        assert resolve(*from_deepspeed(again)) == resolved
+
+
+def test_nobody_asking_gives_no_sources() -> None:
+    assert gather({"zero_optimization": {}}, environ={"PATH": "x"}) == ()
+    assert len(gather({"oomb": {}}, environ={})) == 1
+
+
+def test_a_source_that_arrives_twice_counts_once() -> None:
+    block = resolve(*gather({"oomb": {"page_tokens": 64}}, environ={"OOMB_BACKEND": "torch"})).block()
+    assert len(gather({"oomb": block}, environ={"OOMB_BACKEND": "torch"})) == 2
