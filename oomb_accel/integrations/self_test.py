@@ -19,6 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations.transformers import enable
+from oomb_accel.integrations.zero3_layers import gather_whole_layers
 from oomb_accel.rng import forked_rng
 
 _KEPT = ("zero_optimization", "bf16", "fp16", "data_types", "communication_data_type", "prescale_gradients")
@@ -57,6 +58,8 @@ def self_test(config: Mapping[str, Any], initialize: Callable[..., tuple[Any, ..
     wanted = _update_by_full_attention(model, documents)
     before = {name: p.detach().float().clone() for name, p in model.named_parameters()}
     enable(model, OombConfig(chunk_tokens=_CHUNK, page_tokens=_PAGE, progress=False, beyond_trained_length="allow"))
+    if ours_config["zero_optimization"].get("stage") == 3:
+        gather_whole_layers(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     engine, *_ = initialize(model=model, optimizer=optimizer, config=ours_config)
     total = sum(document.shape[1] - 1 for document in documents)

@@ -11,6 +11,7 @@ that one rank leaves out would hang the others. A leaf is gathered whole.
 from __future__ import annotations
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from oomb_accel.integrations.support import base_model_of, checkpointed_modules
 
@@ -19,18 +20,21 @@ def gather_whole_layers(model: nn.Module) -> None:
     """Make the decoder layers of a model leaves for ZeRO 3; before DeepSpeed sees the model.
 
     A leaf delivers the gradients of its parameters when the gradient of its input is there, so the input of the
-    first layer has to want one. With gradient checkpointing layers stay as they are: its recompute runs their hooks
-    within the backward.
+    first layer has to want one. With gradient checkpointing only mixture-of-experts blocks are leaves: its recompute
+    runs the hooks of a layer within the backward.
     """
     from deepspeed.utils import set_z3_leaf_modules
 
     base = base_model_of(model)
-    if any(getattr(module, "gradient_checkpointing", False) for module in checkpointed_modules(base)):
-        return
+    leaves = _layers(base)
+    if not leaves or any(module.gradient_checkpointing for module in checkpointed_modules(base)):
+        leaves = {type(m) for m in base.modules() if isinstance(getattr(m, "experts", None), nn.Module)}
+    if leaves:
+        set_z3_leaf_modules(model, list(leaves))
+        base.enable_input_require_grads()
+
+
+def _layers(base: PreTrainedModel) -> set[type[nn.Module]]:
     num_layers = base.config.get_text_config().num_hidden_layers
-    stacks = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    kinds = {type(layer) for stack in stacks for layer in stack}
-    if not kinds:
-        return
-    set_z3_leaf_modules(model, list(kinds))
-    base.enable_input_require_grads()
+    stacks = (m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers)
+    return {type(layer) for stack in stacks for layer in stack}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -163,8 +163,8 @@ def train(rank: int, job: Job, before_training: Callable[[nn.Module, dict[str, A
     Args:
         before_training: called with DeepSpeed's engine and this rank's first batch.
     """
-    dist.init_process_group("gloo")
-    model = job.build() if job.saved_model is None else job.load()
+    device = _connect(rank)
+    model = (job.build() if job.saved_model is None else job.load()).to(device)
     events: list[ChunkEvent] = []
     if job.chunked:
         oomb_accel.enable(model, job.config(), on_progress=events.append)
@@ -176,6 +176,14 @@ def train(rank: int, job: Job, before_training: Callable[[nn.Module, dict[str, A
     firsts = [event for event in events if event.sweep == "forward" and event.chunk == 1]
     num_chunks = [event.num_chunks for event in firsts if event.with_backward]
     return Outcome(losses, whole_weights(model), num_chunks, log_probs)
+
+
+def _connect(rank: int) -> torch.device:
+    """Where this rank trains: on its GPU where the processes are connected by NCCL already, else on the CPU."""
+    if dist.is_initialized():
+        return torch.device("cuda", rank)
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
 
 
 def train_alone(job: Job) -> Outcome:
@@ -228,13 +236,17 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     if any(p.dtype != torch.float32 for p in trained.values()):
         from deepspeed.utils import safe_get_full_fp32_param
 
-        return {name: safe_get_full_fp32_param(p).clone() for name, p in trained.items()}
+        return {name: _on_cpu(safe_get_full_fp32_param(p)) for name, p in trained.items()}
     if not any(hasattr(p, "ds_id") for p in trained.values()):
-        return {name: p.detach().clone() for name, p in trained.items()}
+        return {name: _on_cpu(p) for name, p in trained.items()}
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(trained.values())):
-        return {name: p.detach().clone() for name, p in trained.items()}
+        return {name: _on_cpu(p) for name, p in trained.items()}
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _train_deepspeed(
@@ -255,12 +267,12 @@ def _train_deepspeed(
     log_probs = [_evaluate(engine, job.evaluation[rank])] if job.evaluation else []
     for step in job.steps:
         parts = []
-        for layout, num_targets in _batches(step, rank):
+        for layout, num_targets in _batches(step, rank, model):
             loss = _loss(engine, layout, num_targets, job.chunked)
             engine.backward(loss * dist.get_world_size() * job.accumulation)  # DeepSpeed takes means over both
             engine.step()
             parts.append(loss.detach())
-        losses.append(torch.stack(parts).sum())
+        losses.append(torch.stack(parts).sum().cpu())
     if job.evaluation:
         log_probs.append(_evaluate(engine, job.evaluation[rank]))
     return losses, log_probs
@@ -272,7 +284,7 @@ def _train_ddp(model: nn.Module, job: Job, rank: int) -> list[Tensor]:
     losses = []
     for step in job.steps:
         parts = []
-        for index, (layout, num_targets) in enumerate(_batches(step, rank)):
+        for index, (layout, num_targets) in enumerate(_batches(step, rank, model)):
             with parallel.no_sync() if index + 1 < job.accumulation else nullcontext():
                 loss = _loss(parallel, layout, num_targets, job.chunked)
                 (loss * dist.get_world_size()).backward()  # DDP takes the mean over ranks
@@ -281,7 +293,7 @@ def _train_ddp(model: nn.Module, job: Job, rank: int) -> list[Tensor]:
             nn.utils.clip_grad_norm_(model.parameters(), job.clip)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(torch.stack(parts).sum())
+        losses.append(torch.stack(parts).sum().cpu())
     return losses
 
 
@@ -301,20 +313,25 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _evaluate(engine: nn.Module, documents: Documents) -> tuple[Tensor, ...]:
-    layout = batch_of(documents)
+    layout = _on(next(engine.parameters()).device, batch_of(documents))
     engine.eval()
     with torch.no_grad():
         log_probs_BL = engine(**layout.batch).log_probs
     engine.train()
-    return tuple(split(log_probs_BL, layout))
+    return tuple(split(log_probs_BL.cpu(), layout))
 
 
-def _batches(step: Step, rank: int) -> Iterator[tuple[Layout, int]]:
+def _batches(step: Step, rank: int, model: nn.Module) -> Iterator[tuple[Layout, int]]:
     """This rank's micro-batches of a step, with the targets that all ranks have in it."""
-    layouts = [batch_of(micro[rank]) for micro in step]
-    num_targets = torch.tensor(sum(oomb_accel.count_targets(layout.batch) for layout in layouts))
+    device = next(model.parameters()).device
+    layouts = [_on(device, batch_of(micro[rank])) for micro in step]
+    num_targets = torch.tensor(sum(oomb_accel.count_targets(layout.batch) for layout in layouts), device=device)
     dist.all_reduce(num_targets)
     return ((layout, int(num_targets)) for layout in layouts)
+
+
+def _on(device: torch.device, layout: Layout) -> Layout:
+    return replace(layout, batch={name: values.to(device) for name, values in layout.batch.items()})
 
 
 def sgd(model: nn.Module, job: Job) -> torch.optim.Optimizer:

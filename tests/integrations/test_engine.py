@@ -232,19 +232,24 @@ def test_disabled_leaves_everything_to_deepspeed(monkeypatch: pytest.MonkeyPatch
     assert calls == [model] and not hasattr(model, STATE)
 
 
-def _experts(rank: int, config: dict[str, Any]) -> list[str]:
+def _leaves(rank: int, config: dict[str, Any], checkpointing: bool) -> list[str]:
     from deepspeed.utils import get_z3_leaf_modules
 
     model = tiny_model("olmoe")  # not among the classes that DeepSpeed knows itself
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     engine, *_ = oomb_accel.deepspeed.initialize(model=model, optimizer=optimizer(model), config=config)
     _step(engine)
     return [type(module).__name__ for module in get_z3_leaf_modules(model)]
 
 
-@pytest.mark.parametrize(("stage", "expected"), [(2, []), (3, ["OlmoeSparseMoeBlock"] * 3)])
-def test_experts_are_gathered_together_under_zero_3(stage: int, expected: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "checkpointing", "expected"),
+    [(2, False, []), (3, False, ["OlmoeDecoderLayer"] * 3), (3, True, ["OlmoeSparseMoeBlock"] * 3)],
+)
+def test_zero_3_gathers_whole_layers(stage: int, checkpointing: bool, expected: list[str], tmp_path: Path) -> None:
     config = deepspeed_config(stage, {**BLOCK, "self_test": False})
-    (got,) = run_ranks(_experts, config, folder=tmp_path, ranks=1)
+    (got,) = run_ranks(_leaves, config, checkpointing, folder=tmp_path, ranks=1)
     assert got == expected
 
 
