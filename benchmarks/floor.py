@@ -11,12 +11,13 @@ ATTENTION_BACKWARD = 2.5
 
 
 def floor_seconds(shape: dict[str, Any], tokens: int, chunk_tokens: int, side: str) -> float:
-    """Floor of one LoRA step: forward, recompute and input gradients; the adapters themselves are not counted.
+    """Floor of one step: forward, recompute and input gradients; with LoRA the adapters themselves are not counted.
 
     Args:
         shape: sizes of the model, as in its config.
         side: ``peer...`` recomputes everything; ``oomb`` all but the last chunk, and not attention where outputs
-            are kept (sides without ``no-kept`` in their name are counted as if all were).
+            are kept (sides without ``no-kept`` in their name are counted as if all were). ``full`` adds the gradients of
+            all weights.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     head_dim = hidden // shape["num_attention_heads"]
@@ -31,5 +32,6 @@ def floor_seconds(shape: dict[str, Any], tokens: int, chunk_tokens: int, side: s
     else:
         repeated = 1 - last / tokens
         attended_again = ((tokens - last) / tokens) ** 2 if "no-kept" in side else 0.0
-    flops = linear * (2 + repeated) + attention * (1 + ATTENTION_BACKWARD + attended_again)
+    weight_gradients = 1.0 if "full" in side else 0.0
+    flops = linear * (2 + repeated + weight_gradients) + attention * (1 + ATTENTION_BACKWARD + attended_again)
     return flops / FLOPS_PER_SECOND
