@@ -129,8 +129,21 @@ def _initialize(call: inspect.BoundArguments, config: dict[str, Any], resolved: 
             call.arguments[name] = {**call.arguments[name], BLOCK: resolved.block()}
     engine, *rest = _plain()(*call.args, **call.kwargs)
     timeout = set_timeout(model, resolved.config, micro_steps=engine.gradient_accumulation_steps())
-    attachment_of(model).notes.extend(filter(None, (f"self-test  {tested}", timeout)))
+    attachment_of(model).notes.extend(filter(None, (_describe(config), f"self-test  {tested}", timeout)))
     return (engine, *rest)
+
+
+def _describe(config: Mapping[str, Any]) -> str:
+    """The banner's line about the engine."""
+    import deepspeed
+
+    zero = config.get("zero_optimization") or {}
+    devices = {name: (zero.get(f"offload_{name}") or {}).get("device", "none") for name in ("optimizer", "param")}
+    offloaded = [f"{name} on {device}" for name, device in devices.items() if device != "none"]
+    precision = "bf16" if _is_on(config, "bf16") else "fp32"
+    return "engine     " + ", ".join(
+        [f"DeepSpeed {deepspeed.__version__}", f"ZeRO {_stage(config)}", precision, *offloaded]
+    )
 
 
 def check_setup(config: Mapping[str, Any], model: object, mpu: object = None) -> None:

@@ -65,7 +65,7 @@ def test_a_step_equals_full_attention_and_the_banner_says_what_was_set(stage: in
     assert "chunk_tokens=16, page_tokens=4, progress=False (the DeepSpeed config)" in notes
     assert "keep_outputs=True (OOMB_KEEP_OUTPUTS)" in notes and "backend=torch (OOMB_BACKEND)" in notes
     assert "keep_outputs=True (OOMB_KEEP_OUTPUTS) replaces auto (the DeepSpeed config)" in notes
-    assert "self-test  update off by" in notes and "timeout " in notes
+    assert "self-test  update off by" in notes and "timeout " in notes and f", ZeRO {stage}, fp32" in notes
     assert got["block"] == {"enabled": True, **BLOCK, "backend": "torch", "keep_outputs": True}
 
 
