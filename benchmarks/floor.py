@@ -16,8 +16,8 @@ def floor_seconds(shape: dict[str, Any], tokens: int, chunk_tokens: int, side: s
     Args:
         shape: sizes of the model, as in its config.
         side: ``peer...`` recomputes everything; ``oomb`` all but the last chunk, and not attention where outputs
-            are kept (sides without ``no-kept`` in their name are counted as if all were). ``full`` adds the gradients of
-            all weights.
+            are kept (sides without ``no-kept`` in their name are counted as if all were). ``full`` adds the gradients
+            of all weights.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     head_dim = hidden // shape["num_attention_heads"]

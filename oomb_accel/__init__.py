@@ -8,10 +8,12 @@ from oomb_accel.integrations.plugin import OombPlugin
 from oomb_accel.integrations.prepare import prepare
 from oomb_accel.integrations.stream import count_targets
 from oomb_accel.integrations.transformers import disable, enable
+from oomb_accel.sampler import LengthBalancedSampler
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LengthBalancedSampler",
     "OombCallback",
     "OombConfig",
     "OombPlugin",

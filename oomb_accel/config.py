@@ -198,7 +198,8 @@ def _naming_unknown_settings(init: Callable[..., None]) -> Callable[..., None]:
             if name not in _TYPES:
                 raise ValueError(unknown_key_message(name, list(_TYPES), "OombConfig"))
         init(self, **settings)
-        object.__setattr__(self, "_written", frozenset(settings))
+        if len(settings) < len(_TYPES):  # all of them: a copy, by dataclasses.replace for one
+            object.__setattr__(self, "_written", frozenset(settings))
 
     return checked
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,37 @@ class ReturnedGradients:
         return grads[-1] if wants else None
 
     def results(self) -> list[Tensor | None]:
-        return [total.to(p.dtype) for total, p in zip(self._sums, self.leaves, strict=True)]
+        sums = self._sums
+        found: list[Tensor | None] = []
+        for parameter in self.leaves:
+            found.append(sums.pop(0).to(parameter.dtype))  # one fp32 sum after another can go
+        return found
+
+
+class Deliveries:
+    """Refuses what DeepSpeed's ZeRO 3 cannot take: a parameter's gradient twice in one backward of the caller.
+
+    Ordinary steps add up there as they do in plain DeepSpeed; a step of several passes delivers complete gradients.
+    """
+
+    def __init__(self) -> None:
+        self._backward = -1
+        self._deferred = False
+
+    def note(self, *, deferred: bool) -> None:
+        """A step delivers its gradients now, within a backward.
+
+        Raises:
+            RuntimeError: another step has, in the same backward, and one of the two has several passes.
+        """
+        backward = torch._C._current_graph_task_id()
+        if 0 <= backward == self._backward and (deferred or self._deferred):
+            raise RuntimeError(
+                "Two forwards before one backward are not possible under ZeRO 3.\n"
+                "  Each of them would deliver the complete gradient of every parameter.\n"
+                "  Call backward after each forward and set gradient_accumulation_steps, or use ZeRO 2."
+            )
+        self._backward, self._deferred = backward, deferred
 
 
 class DeferredGradients:
@@ -84,22 +114,25 @@ class DeferredGradients:
     Args:
         parameters: the trainable parameters of the model, partitioned by ZeRO 3.
         device: of the model.
+        deliveries: of the model.
     """
 
-    _last_backward: ClassVar[int] = -1
-    """The caller's backward in which gradients were delivered last."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device, deliveries: Deliveries) -> None:
         self.leaves: Sequence[Tensor] = (torch.zeros((), device=device, requires_grad=True),)
         self._parameters = parameters
+        self._deliveries = deliveries
         self._put_aside: dict[nn.Parameter, Tensor] = {}
 
     def add(self, log_probs_N: Tensor, grad_N: Tensor, embeds_1TD: Tensor | None, *, last: bool) -> Tensor | None:
         if last:
-            self._refuse_second_delivery()
+            self._deliveries.note(deferred=True)
         hooks = first_hooks(self._parameters, self._complete) if last else without_hooks(self._parameters)
-        with hooks, _ready(self._parameters, last):
-            torch.autograd.backward(log_probs_N, grad_N)
+        try:
+            with hooks, _ready(self._parameters, last):
+                torch.autograd.backward(log_probs_N, grad_N)
+        except BaseException:
+            self._forget()
+            raise
         if not last:
             self._collect()
         elif self._put_aside:
@@ -113,16 +146,11 @@ class DeferredGradients:
     def results(self) -> list[Tensor | None]:
         return [None]
 
-    def _refuse_second_delivery(self) -> None:
-        """DeepSpeed takes each gradient once per backward: the node of a second forward would deliver it again."""
-        backward = torch._C._current_graph_task_id()
-        if backward >= 0 and backward == DeferredGradients._last_backward:
-            raise RuntimeError(
-                "Two forwards before one backward are not possible under ZeRO 3.\n"
-                "  Each of them would deliver the complete gradient of every parameter.\n"
-                "  Call backward after each forward and set gradient_accumulation_steps, or use ZeRO 2."
-            )
-        DeferredGradients._last_backward = backward
+    def _forget(self) -> None:
+        """After an error: a part of a gradient must not become a part of the next step."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._put_aside.clear()
 
     def _collect(self) -> None:
         """Put the gradients of a pass aside."""

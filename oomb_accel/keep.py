@@ -23,17 +23,21 @@ class ActivationMeter:
     """
 
     bytes_per_token: float
-    measured: bool = False
+    longest: int = 0
+    """Tokens of the longest pass measured. Shorter ones are not counted: what a pass holds whatever its length, such as
+    parameters that ZeRO 3 has gathered, would be laid on few tokens."""
 
     @contextmanager
     def measure(self, num_tokens: int, device: torch.device) -> Iterator[None]:
         """Measure what the graph made inside holds (CUDA only: the CPU allocator does not tell)."""
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        if device.type != "cuda" or num_tokens < self.longest:
+            yield
+            return
+        before = torch.cuda.memory_allocated(device)
         yield
-        if device.type == "cuda":
-            per_token = (torch.cuda.memory_allocated(device) - before) / num_tokens
-            self.bytes_per_token = max(self.bytes_per_token, per_token) if self.measured else per_token
-            self.measured = True
+        per_token = max(0.0, (torch.cuda.memory_allocated(device) - before) / num_tokens)
+        self.bytes_per_token = max(self.bytes_per_token, per_token) if num_tokens == self.longest else per_token
+        self.longest = num_tokens
 
 
 def free_bytes(device: torch.device) -> int:

@@ -49,8 +49,7 @@ class RecurrenceSettings:
     windows: tuple[int | None, ...]
     keep_last_graph: bool
     always_one_node: bool
-    """Other ranks may be in a step of many chunks. ZeRO 2 reduces gradients in the order of their arrival, so they
-    must arrive from the same node everywhere."""
+    """Other ranks may be in a step of many chunks, and ZeRO 2 reduces gradients in the order of their arrival."""
     pass_context: Callable[[], AbstractContextManager[Any]]
     """Entered around every pass: autocast and other thread-local modes of the caller."""
     fingerprint: Callable[[], dict[str, object]]
@@ -122,8 +121,9 @@ class _Recurrence(torch.autograd.Function):
         recurrence.refuse_changes()
         ctx.recurrence = None
         embeds_1TD = ctx.saved_tensors[-1] if ctx.has_embeds else None
-        embeds_grad = recurrence.backward_sweep(grads[0], ctx.gradients, embeds_1TD)
-        return None, None, None, *ctx.gradients.results(), *([embeds_grad] if ctx.has_embeds else [])
+        gradients, ctx.gradients = ctx.gradients, None  # the node may live on with the caller's loss
+        embeds_grad = recurrence.backward_sweep(grads[0], gradients, embeds_1TD)
+        return None, None, None, *gradients.results(), *([embeds_grad] if ctx.has_embeds else [])
 
 
 class ChunkRecurrence:
@@ -168,8 +168,8 @@ class ChunkRecurrence:
         """Whether one pass is all, and its graph may be the caller's own."""
         settings = self._settings
         # Deterministic kernels are asked for around each sweep, and an ordinary step's backward is the caller's.
-        free = settings.keep_last_graph and not settings.always_one_node and not settings.attention.deterministic
-        return self.num_passes == 1 and free
+        bound = settings.always_one_node or settings.attention.deterministic
+        return self.num_passes == 1 and settings.keep_last_graph and not bound
 
     def ordinary_step(self, embeds_1TD: Tensor | None) -> Tensor:
         """A step of one pass: its graph is the caller's own."""

@@ -73,6 +73,11 @@ class Source:
         """Settings that a program passed; of a config only those that were written down."""
         if isinstance(settings, OombConfig):
             settings = {name: getattr(settings, name) for name in _SETTINGS if name in settings.given}
+        if not isinstance(settings, (Mapping, type(None))):
+            raise ValueError(
+                f"{place} takes an OombConfig or a mapping of settings.\n  Got {settings!r}.\n"
+                f"  Write OombConfig(chunk_tokens=8192); a preset file goes into {PRESET_VARIABLE}."
+            )
         return Source(place, "python", dict(settings or {}))
 
 
@@ -238,7 +243,14 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str] | None) ->
     values = load_deepspeed_config(config)
     place = _place_of(config, values)
     for key in values:
-        if key != BLOCK and difflib.get_close_matches(str(key).lower(), [BLOCK, "oomb_accel"], n=1, cutoff=0.7):
+        word = str(key).lower()
+        near = difflib.get_close_matches(word, [BLOCK, "oomb_accel"], n=1, cutoff=0.7) or word.startswith(BLOCK)
+        if key != BLOCK and isinstance(values[key], Mapping) and BLOCK in values[key]:
+            raise ValueError(
+                f"The {BLOCK} block stands inside of {str(key)!r} in {place}, where nobody reads it.\n"
+                f"  Got {str(key)!r}: {{{BLOCK!r}: ...}}.\n  Move {BLOCK!r} to the top of the config."
+            )
+        if key != BLOCK and near:
             raise ValueError(f"Unknown key {str(key)!r} in {place}.\n  Did you mean {BLOCK!r}?")
     if BLOCK not in values:
         return ()

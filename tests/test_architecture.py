@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the lowest layer to the highest. The facade is oomb_accel/__init__.py: it may import anything, and only
 # the layers that stand above it may import it.
 LAYERS = (
-    {"config", "schedule", "progress", "sources"},
+    {"config", "schedule", "progress", "sampler", "sources"},
     {"pages"},
     {"attention", "loss", "hooks", "keep", "rng"},
     {"gradients"},

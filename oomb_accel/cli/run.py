@@ -52,12 +52,12 @@ def main(arguments: Sequence[str]) -> int:
             "  Give its path behind the options; options need a value each: --oomb.deterministic true"
         )
     _into_environment(options, os.environ)
-    _check_requested(words[1:])
+    wanted = _check_requested(words[1:])
     from oomb_accel.integrations.unmodified import install_everywhere  # wrong settings are refused before this import
 
     steps = install_everywhere()
     code = _run(words)
-    if code == 0 and steps() == 0:
+    if code == 0 and steps() == 0 and wanted:
         print(
             f"oomb run: {words[0]} ended without a training step in chunks.\n"
             "  A model is switched on in Trainer, accelerator.prepare or deepspeed.initialize, and trains in chunks "
@@ -110,8 +110,11 @@ def _comparison(setting: str, place: str) -> Callable[[str, str], bool]:
     return lambda old, new: bool(from_text(setting, old, variable_of(setting)) == from_text(setting, new, place))
 
 
-def _check_requested(script_arguments: list[str]) -> None:
-    """Refuse a run that nobody has asked to switch anything on for; contradictions come out here too."""
+def _check_requested(script_arguments: list[str]) -> bool:
+    """Refuse a run that nobody has asked to switch anything on for; contradictions come out here too.
+
+    Returns: whether it is to be switched on; ``enabled: false`` asks for a plain run.
+    """
     config = os.environ.get(LAUNCHED_CONFIG)
     configs = [None if config == "none" else config]
     # Trainer's --deepspeed ds.json and the like.
@@ -125,8 +128,7 @@ def _check_requested(script_arguments: list[str]) -> None:
             f"({config or 'none given'}).\n"
             f'  Add --oomb.chunk_tokens 8192, or "{BLOCK}": {{"chunk_tokens": 8192}} to the DeepSpeed config.'
         )
-    for item in configs:
-        resolve(*gather(item))
+    return any(resolve(*gather(item)).config.enabled for item in configs)
 
 
 def _has_block(path: str) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from oomb_accel.attention import AttentionSettings
 from oomb_accel.config import OombConfig
+from oomb_accel.gradients import Deliveries
 from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.rope import DocumentRope
 from oomb_accel.integrations.support import ModelFacts, checkpointed_modules
@@ -47,6 +48,7 @@ class Attachment:
     """Whether the model had an instance attribute ``forward`` before ours."""
     step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered around a chunked step: what the skipped wrapper would have entered."""
+    deliveries: Deliveries = field(default_factory=Deliveries)
     notes: list[str] = field(default_factory=list)
     """Lines that others add to the banner: where settings come from, the engine around the model."""
     active: bool = True

@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oomb_accel.hooks import without_hooks
+from oomb_accel.integrations.agreement import agree_on_passes, num_ranks, refuse_passes
 from oomb_accel.integrations.attachment import Attachment, attachment_of
-from oomb_accel.integrations.step import agreed_stream, build_recurrence, stream_embeds
-from oomb_accel.integrations.stream import count_targets
+from oomb_accel.integrations.engine import check_setup
+from oomb_accel.integrations.step import build_recurrence, checked_stream, stream_embeds
+from oomb_accel.integrations.stream import Stream
+from oomb_accel.integrations.transformers import announce
+from oomb_accel.integrations.versions import check_versions
 
 
 class EngineGradients:
@@ -34,13 +37,11 @@ class EngineGradients:
     def __init__(self, engine: Any, *, boundary: bool) -> None:
         self._engine = engine
         self._boundary = boundary
-        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
 
     def add(self, log_probs_N: Tensor, grad_N: Tensor, embeds_1TD: Tensor | None, *, last: bool) -> Tensor | None:
         self._engine.set_gradient_accumulation_boundary(last and self._boundary)
-        with without_hooks(self._parameters):
-            self._engine.backward((log_probs_N * grad_N).sum(), scale_wrt_gas=False)
-        return None if embeds_1TD is None else embeds_1TD.grad
+        self._engine.backward((log_probs_N * grad_N).sum(), scale_wrt_gas=False)
+        return None
 
     def results(self) -> list[Tensor | None]:
         return []
@@ -53,7 +54,7 @@ def step(engine: Any, batches: Mapping[str, Any] | Sequence[Mapping[str, Any]]) 
     of a rank is what its ZeRO stage promises. Costs one reduction per chunk instead of one per micro-batch.
 
     Args:
-        engine: a DeepSpeed engine whose model is switched on.
+        engine: a DeepSpeed engine in training mode, whose model is switched on.
         batches: as many micro-batches as the engine's ``gradient_accumulation_steps``; one may be passed bare.
             Arguments of the model's forward by name, with ``labels`` or ``shift_labels``, on the engine's device.
 
@@ -62,29 +63,41 @@ def step(engine: Any, batches: Mapping[str, Any] | Sequence[Mapping[str, Any]]) 
 
     Raises:
         ValueError: a number of micro-batches that is not the engine's, an engine that cannot add up gradients of
-            several backwards, or a batch that a chunked step refuses.
+            several backwards, or a batch that a chunked step refuses. Nothing has been accumulated then.
         RuntimeError: another rank has refused its batch.
     """
-    micro_batches = [batches] if isinstance(batches, Mapping) else list(batches)
+    micro_batches = [dict(batches)] if isinstance(batches, Mapping) else [dict(batch) for batch in batches]
     state = attachment_of(engine.module)
-    _check_engine(engine, len(micro_batches))
-    engine.module.train()
-    num_targets = _sum_over_ranks(sum(count_targets(batch) for batch in micro_batches), engine.device)
-    weight = -float(dist.get_world_size()) / max(int(num_targets), 1)  # the engine takes the mean over ranks
+    try:
+        _check_engine(engine, len(micro_batches))
+        for batch in micro_batches:
+            _check_batch(batch)
+        streams = [checked_stream(state, batch) for batch in micro_batches]
+    except Exception:
+        refuse_passes(engine.device)
+        raise
+    agree_on_passes(0, engine.device)  # nobody has refused
+    num_targets = _sum_over_ranks(sum(stream.num_targets for stream in streams), engine.device)
+    weight = -float(num_ranks()) / max(int(num_targets), 1)  # the engine takes the mean over ranks
     total = torch.zeros((), device=engine.device)
     with _boundaries_by_hand(engine):
-        for index, batch in enumerate(micro_batches):
+        for index, (batch, stream) in enumerate(zip(micro_batches, streams, strict=True)):
             boundary = index + 1 == len(micro_batches)
-            total += _micro_step(engine, state, dict(batch), weight, boundary=boundary)
+            total += _micro_step(engine, state, batch, stream, weight, boundary=boundary)
             engine.step()
+    announce(state)
     return -_sum_over_ranks(total, engine.device) / num_targets.clamp(min=1)
 
 
-def _micro_step(engine: Any, state: Attachment, batch: dict[str, Any], weight: float, *, boundary: bool) -> Tensor:
+def _micro_step(
+    engine: Any, state: Attachment, batch: dict[str, Any], stream: Stream, weight: float, *, boundary: bool
+) -> Tensor:
     """Both sweeps over one micro-batch; returns the sum of its log-probabilities."""
     reduces_per_pass = engine.zero_optimization_partition_gradients()
+    num_passes = len(stream.schedule.chunks)
+    if reduces_per_pass:
+        num_passes = agree_on_passes(num_passes, engine.device)
     with torch.enable_grad():
-        stream, num_passes = agreed_stream(state, batch, collective=reduces_per_pass)
         recurrence = build_recurrence(
             state,
             batch,
@@ -95,7 +108,6 @@ def _micro_step(engine: Any, state: Attachment, batch: dict[str, Any], weight: f
         )
         embeds_1TD = stream_embeds(batch, stream)
         log_probs_N = recurrence.forward_sweep(embeds_1TD, train=True)
-        recurrence.refuse_changes()
         gradients = EngineGradients(engine, boundary=boundary)
         recurrence.backward_sweep(torch.full_like(log_probs_N, weight), gradients, embeds_1TD)
     return log_probs_N.sum()
@@ -111,6 +123,8 @@ def _boundaries_by_hand(engine: Any) -> Iterator[None]:
 
 
 def _check_engine(engine: Any, num_batches: int) -> None:
+    check_versions("deepspeed")
+    check_setup(engine.config, engine.module)
     accumulation = engine.gradient_accumulation_steps()
     if num_batches != accumulation:
         raise ValueError(
@@ -118,21 +132,58 @@ def _check_engine(engine: Any, num_batches: int) -> None:
             f"  Got {num_batches}; gradient_accumulation_steps is {accumulation}.\n"
             f"  Pass a list of {accumulation} batches."
         )
+    if not engine.module.training:
+        raise ValueError(
+            "step() trains, and the model is in evaluation mode.\n  Got engine.training=False.\n"
+            "  Call engine.train() first; for an evaluation call engine(**batch) under torch.no_grad()."
+        )
     if not engine.managed_gradient_accumulation():
         raise ValueError(
             "step() needs DeepSpeed's own gradient accumulation.\n"
             "  Got managed_gradient_accumulation=false.\n  Remove it from the DeepSpeed config."
         )
-    model_dtype, sum_dtype = engine.get_data_types()
-    if torch.finfo(sum_dtype).bits < 32:
+    hooked = [name for name, p in engine.module.named_parameters() if p._backward_hooks]
+    if hooked:
         raise ValueError(
-            "Gradients of many chunks would be added up in low precision.\n"
-            f"  The model is {model_dtype}, sums are {sum_dtype}; over 128 chunks that costs 1 % of the gradient.\n"
-            '  Set "data_types": {"grad_accum_dtype": "fp32"} in the DeepSpeed config.'
+            "step() reduces each chunk's gradients at once, so gradient hooks would see parts, not sums.\n"
+            f"  Got hooks on {', '.join(hooked[:3])}{' and others' if len(hooked) > 3 else ''}.\n"
+            "  Remove them, or use engine.backward on the loss."
+        )
+    _check_sums(engine)
+
+
+def _check_sums(engine: Any) -> None:
+    model_dtype, sum_dtype = engine.get_data_types()
+    if torch.finfo(sum_dtype).bits >= 32:
+        return
+    remedy = 'Set "data_types": {"grad_accum_dtype": "fp32"} in the DeepSpeed config.'
+    if engine.zero_optimization_stage() == 0:
+        remedy = 'Set "zero_optimization": {"stage": 1} or higher, and "data_types": {"grad_accum_dtype": "fp32"}.'
+    raise ValueError(
+        "Gradients of many chunks would be added up in low precision.\n"
+        f"  The model is {model_dtype}, sums are {sum_dtype}; over 128 chunks that costs 1 % of the gradient.\n"
+        f"  {remedy}"
+    )
+
+
+def _check_batch(batch: Mapping[str, Any]) -> None:
+    for name in ("num_targets", "num_items_in_batch"):
+        if batch.get(name) is not None:
+            raise ValueError(
+                f"step() counts the targets of the step itself, and the batch has {name}.\n  Got {batch[name]}.\n"
+                f"  Remove {name} from the batch."
+            )
+    embeds = batch.get("inputs_embeds")
+    if embeds is not None and embeds.requires_grad:
+        raise ValueError(
+            "step() runs the backward itself, so what made inputs_embeds would get no gradient.\n"
+            f"  Got inputs_embeds of shape {tuple(embeds.shape)} that require one.\n"
+            "  Pass input_ids or inputs_embeds.detach(), or use engine.backward on the loss."
         )
 
 
 def _sum_over_ranks(value: int | Tensor, device: torch.device) -> Tensor:
     total = torch.as_tensor(value, device=device).clone()
-    dist.all_reduce(total)
+    if num_ranks() > 1:
+        dist.all_reduce(total)
     return total

@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 
 from oomb_accel.config import OombConfig
-from oomb_accel.integrations.attachment import attachment_of
+from oomb_accel.integrations.attachment import STATE, attachment_of
 from oomb_accel.integrations.self_test import self_test
 from oomb_accel.integrations.support import base_model_of, check_checkpointing, checkpointed_modules
 from oomb_accel.integrations.switch import switch_on
 from oomb_accel.integrations.timeout import set_timeout
+from oomb_accel.integrations.transformers import disable
 from oomb_accel.integrations.versions import check_versions
 from oomb_accel.integrations.zero3_layers import gather_whole_layers
 from oomb_accel.sources import BLOCK, Resolved, Source, gather, load_deepspeed_config, resolve
@@ -120,14 +121,20 @@ def _initialize(call: inspect.BoundArguments, config: dict[str, Any], resolved: 
     keep_shared_memory_clean()
     check_setup(config, model, call.arguments.get("mpu"))
     check_checkpointing(checkpointed_modules(base_model_of(model)))
+    tested = f"update off by {_self_test(call, config):.1g}" if resolved.config.self_test else "left out"
+    was_on = getattr(model, STATE, None) is not None
     switch_on(model, resolved)
     if _stage(config) == 3:
         gather_whole_layers(model)
-    tested = f"update off by {_self_test(call, config):.1g}" if resolved.config.self_test else "left out"
     for name in ("config", "config_params"):
         if isinstance(call.arguments.get(name), Mapping):
             call.arguments[name] = {**call.arguments[name], BLOCK: resolved.block()}
-    engine, *rest = _plain()(*call.args, **call.kwargs)
+    try:
+        engine, *rest = _plain()(*call.args, **call.kwargs)
+    except BaseException:
+        if not was_on:
+            disable(model)
+        raise
     timeout = set_timeout(model, resolved.config, micro_steps=engine.gradient_accumulation_steps())
     attachment_of(model).notes.extend(filter(None, (_describe(config), f"self-test  {tested}", timeout)))
     return (engine, *rest)

@@ -65,11 +65,15 @@ def prepare_with(
     if not resolved.config.enabled:
         switch_on(model, resolved)  # says that it stays off
         return plain(*objects)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED and not _is_wrapped(model):
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if _is_wrapped(model):
+            raise ValueError(
+                "The model is a DeepSpeed engine already; its parameters have been dealt out.\n"
+                f"  Got {type(model).__name__}.\n"
+                "  Pass the model itself to oomb_accel.prepare, instead of to accelerator.prepare."
+            )
         return _under_deepspeed(accelerator, plain, objects, resolved)
     inner = extract_model_from_parallel(model, keep_fp32_wrapper=True)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        engine.check_setup(accelerator.state.deepspeed_plugin.deepspeed_config, inner)
     check_checkpointing(checkpointed_modules(base_model_of(inner)))
     switch_on(inner, resolved)
     prepared = plain(*objects)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 _TEMPORARY = ".saving-"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_MUST_AGREE = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias")
+_MUST_AGREE = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias")
 """Settings of an adapter that change what its weights mean."""
 
 

@@ -26,6 +26,7 @@ from oomb_accel.integrations.support import (
     whole_numel,
 )
 from oomb_accel.integrations.trl import FUSED_HEAD_KEYWORD, FusedHeadOutput, TargetStatistics, check_fused_head
+from oomb_accel.integrations.versions import check_versions
 from oomb_accel.keep import chunks_to_keep, free_bytes
 from oomb_accel.loss import target_log_probs
 from oomb_accel.pages import PagedKVCache
@@ -50,12 +51,15 @@ def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | Fused
         RuntimeError: under ZeRO 3, when another rank has refused its batch.
     """
     partitioned = is_partitioned(state.model)
-    stream, num_passes = agreed_stream(state, batch, collective=partitioned)
+    if partitioned and not state.announced:
+        check_versions("deepspeed")
+    stream, num_passes = _agreed_stream(state, batch, collective=partitioned)
     device = stream.token_index_T.device
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     statistics = TargetStatistics(stream.num_targets, device) if batch.get(FUSED_HEAD_KEYWORD) else None
     # Through the root module DeepSpeed sees each chunk as a pass of its own; one pass alone is the caller's.
-    through_root = partitioned and num_passes > 1
+    # A deterministic step is never ordinary, so its passes must be alike on all ranks.
+    through_root = partitioned and (num_passes > 1 or state.config.deterministic)
     recurrence = build_recurrence(
         state,
         batch,
@@ -65,8 +69,12 @@ def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | Fused
         keep_last_graph=state.config.keep_last_graph and not through_root,
         statistics=statistics,
     )
-    gradients = DeferredGradients(parameters, device) if partitioned else ReturnedGradients(parameters)
+    gradients = (
+        DeferredGradients(parameters, device, state.deliveries) if partitioned else ReturnedGradients(parameters)
+    )
     log_probs_N = run_recurrence(recurrence, gradients, stream_embeds(batch, stream))
+    if partitioned and recurrence.is_ordinary and log_probs_N.requires_grad:
+        log_probs_N.register_hook(lambda _: state.deliveries.note(deferred=False))
     loss = log_probs_N.neg().sum() / _normaliser(batch, stream)
     shape = batch_tokens(batch).shape[:2]
     spread = log_probs_N.new_zeros(shape[0] * shape[1])
@@ -78,7 +86,7 @@ def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | Fused
     return output.to_tuple() if batch.get("return_dict") is False else output
 
 
-def agreed_stream(state: Attachment, batch: dict[str, Any], *, collective: bool) -> tuple[Stream, int]:
+def _agreed_stream(state: Attachment, batch: dict[str, Any], *, collective: bool) -> tuple[Stream, int]:
     """The stream of a batch, and the number of passes of each sweep.
 
     Args:
@@ -88,7 +96,7 @@ def agreed_stream(state: Attachment, batch: dict[str, Any], *, collective: bool)
         ValueError, RuntimeError: as `chunked_step`.
     """
     try:
-        stream = _checked_stream(state, batch)
+        stream = checked_stream(state, batch)
     except Exception:
         if collective:
             refuse_passes(next(state.model.parameters()).device)
@@ -142,7 +150,12 @@ def stream_embeds(batch: dict[str, Any], stream: Stream) -> Tensor | None:
     return batch["inputs_embeds"].flatten(0, 1).index_select(0, stream.token_index_T)[None]
 
 
-def _checked_stream(state: Attachment, batch: dict[str, Any]) -> Stream:
+def checked_stream(state: Attachment, batch: dict[str, Any]) -> Stream:
+    """The stream of a batch, and every check that needs no other rank.
+
+    Raises:
+        ValueError: as `chunked_step`.
+    """
     _check_request(batch)
     state.check_attached()
     if reasons := switched_on_outputs(state.base):
@@ -158,6 +171,7 @@ def _checked_stream(state: Attachment, batch: dict[str, Any]) -> Stream:
     check_targets(stream, text_config.vocab_size)
     if config.beyond_trained_length == "error":
         check_length(text_config, stream.document_tokens)
+    _check_normaliser(batch, stream)
     return stream
 
 
@@ -287,18 +301,22 @@ def _normaliser(batch: dict[str, Any], stream: Stream) -> Any:
     """
     if batch.get("num_targets") is not None:
         count = batch["num_targets"]
-        if not isinstance(count, Tensor) and count <= 0 < stream.num_targets:
-            raise ValueError(
-                "num_targets must be positive where there are targets.\n"
-                f"  Got num_targets={count}; this batch alone has {stream.num_targets}.\n"
-                "  Pass the sum of oomb_accel.count_targets(batch) over all micro-batches of the step."
-            )
     elif batch.get("num_items_in_batch") is not None:
         count = batch["num_items_in_batch"] - stream.overcount
     else:
         count = stream.num_targets
     # A tensor on the GPU is not looked at: that would make the host wait.
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
+
+
+def _check_normaliser(batch: dict[str, Any], stream: Stream) -> None:
+    count = batch.get("num_targets")
+    if count is not None and not isinstance(count, Tensor) and count <= 0 < stream.num_targets:
+        raise ValueError(
+            "num_targets must be positive where there are targets.\n"
+            f"  Got num_targets={count}; this batch alone has {stream.num_targets}.\n"
+            "  Pass the sum of oomb_accel.count_targets(batch) over all micro-batches of the step."
+        )
 
 
 def _check_request(batch: dict[str, Any]) -> None:

@@ -153,7 +153,8 @@ def check_device(base: PreTrainedModel, tokens: Tensor) -> None:
     Raises:
         ValueError: naming both devices.
     """
-    home = base.get_input_embeddings().weight.device
+    # Not by .weight: within a forward under ZeRO 3 that would gather it, on this rank alone perhaps.
+    home = next(base.get_input_embeddings().parameters()).device
     if tokens.device != home:
         raise ValueError(
             f"The batch is on {tokens.device}, the model on {home}.\n"

@@ -46,11 +46,6 @@ def switch_on(model: Model, resolved: Resolved) -> Model:
     return model
 
 
-def is_settled(model: nn.Module) -> bool:
-    """Whether :func:`switch_on` has switched this model on, or found it on."""
-    return model in _SETTLED
-
-
 def sources_of(model: nn.Module) -> tuple[Source, ...]:
     """Where the settings of a model that is switched on come from."""
     if model in _SETTLED:

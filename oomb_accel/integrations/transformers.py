@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations import attention_interface
+from oomb_accel.integrations.agreement import is_partitioned, refuse_passes
 from oomb_accel.integrations.attachment import STATE, Attachment
 from oomb_accel.integrations.banner import describe
 from oomb_accel.integrations.step import chunked_step
@@ -27,6 +28,7 @@ from oomb_accel.integrations.support import SUPPORTED_MODEL_TYPES, base_model_of
 from oomb_accel.integrations.versions import check_versions
 from oomb_accel.integrations.wrapped import chunk_forward_of, step_context_of
 from oomb_accel.progress import ChunkEvent, ProgressLine
+from oomb_accel.sources import Source, resolve, surroundings
 
 logger = logging.getLogger("oomb_accel")
 Model = TypeVar("Model", bound=nn.Module)
@@ -39,14 +41,15 @@ def enable(
 
     Args:
         model: a transformers causal language model, or a PEFT model around one, not yet wrapped by DDP and the like.
-        config: the settings; defaults if left out.
+        config: the settings; defaults if left out. ``OOMB_`` variables and the preset of ``OOMB_CONFIG`` add to them.
         on_progress: called after every chunk of every step; replaces the progress line.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model, or something switched on in it, is not supported; the reason names it.
+        ValueError: the model, or something switched on in it, is not supported; the reason names it. Or settings in the
+            environment contradict the config.
     """
     config = OombConfig() if config is None else config
     if not isinstance(config, OombConfig):
@@ -54,6 +57,8 @@ def enable(
             f"enable() takes an OombConfig.\n  Got {type(config).__name__}.\n"
             "  Use OombConfig.from_dict(...) for a mapping."
         )
+    if around := surroundings(os.environ):
+        config = resolve(Source.of_python(config, "enable(model, ...)"), *around).config
     if not config.enabled:
         logger.warning("oomb_accel stays off: enabled=False.")
         return model
@@ -136,16 +141,17 @@ def _replacement(state: Attachment) -> Callable[..., Any]:
             return original(**kwargs)
         with state.step_context():
             output = chunked_step(state, kwargs)
-        if not state.announced:  # after the first forward: the model is where it will be trained, and it works
-            _announce(state)
+        announce(state)  # after the first forward: the model is where it will be trained, and it works
         return output
 
     setattr(forward, STATE, state)
     return forward
 
 
-def _announce(state: Attachment) -> None:
+def announce(state: Attachment) -> None:
     """Say once what is on: to the log if somebody listens, else to stderr, and not at all with progress=False."""
+    if state.announced:
+        return
     state.announced = True
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", describe(state))
@@ -161,6 +167,8 @@ def _positional_names(function: Callable[..., Any]) -> list[str]:
 
 def _refuse_training_without_labels(state: Attachment) -> None:
     if state.model.training and torch.is_grad_enabled():
+        if is_partitioned(state.model):
+            refuse_passes(next(state.model.parameters()).device)
         raise ValueError(
             "Full logits were asked for in training: a forward without labels.\n"
             "  A compute_loss override, label smoothing or a preference loss needs logits of the whole document, "

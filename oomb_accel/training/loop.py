@@ -12,6 +12,7 @@ import torch
 import oomb_accel
 from oomb_accel.progress import GIB, host_bytes
 from oomb_accel.rng import RngState
+from oomb_accel.sampler import Step, slots_of, tokens_of
 from oomb_accel.training.checkpoint import save_checkpoint, save_result
 from oomb_accel.training.data import last_tokens_batch
 from oomb_accel.training.folder import METRICS
@@ -19,7 +20,6 @@ from oomb_accel.training.learning_rate import learning_rate_factor
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.report import closing, header, measure_memory, step_line
 from oomb_accel.training.run import Run, Summary
-from oomb_accel.training.sampler import Step, slots_of, tokens_of
 from oomb_accel.training.setup import prepare
 from oomb_accel.training.step import run_step
 

@@ -12,11 +12,11 @@ from accelerate import Accelerator
 
 from oomb_accel.progress import ProgressLine
 from oomb_accel.rng import RngState
+from oomb_accel.sampler import LengthBalancedSampler
 from oomb_accel.training.data import Corpus
 from oomb_accel.training.folder import RunFolder
 from oomb_accel.training.identity import Identity
 from oomb_accel.training.recipe import Recipe
-from oomb_accel.training.sampler import LengthBalancedSampler
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from oomb_accel.integrations.prepare import prepare_with
 from oomb_accel.integrations.rope import check_length
 from oomb_accel.integrations.timeout import set_timeout
 from oomb_accel.progress import ProgressLine
+from oomb_accel.sampler import LengthBalancedSampler
 from oomb_accel.sources import Resolved, gather, resolve
 from oomb_accel.training.checkpoint import check_shared, keep_frozen_weights_out, load_checkpoint
 from oomb_accel.training.data import Corpus, check_vocabulary, load_corpus
@@ -30,7 +31,6 @@ from oomb_accel.training.model import add_adapters, apply_liger, load_model, loa
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.reshard import needs_other_shards
 from oomb_accel.training.run import Run
-from oomb_accel.training.sampler import LengthBalancedSampler
 from oomb_accel.training.step import NormBeforeUpdate
 
 

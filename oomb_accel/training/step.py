@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from oomb_accel.sampler import Step
 from oomb_accel.training.data import collate
 from oomb_accel.training.launch import zero_stage
 from oomb_accel.training.run import Run
-from oomb_accel.training.sampler import Step
 
 
 def run_step(run: Run, plan: Step, *, number: int, learning_rate: float, num_targets: int) -> tuple[float, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,30 +63,89 @@ def test_lora_with_optimizer_offload(tmp_path: Path) -> None:
     check_outcomes([outcome for outcome, _ in run_ranks(_train, job, folder=tmp_path)], train_alone(job), job)
 
 
-def _refusals(rank: int) -> list[str]:
-    import deepspeed
+def _engine(job: Job, **more: Any) -> Any:
+    """An engine by our own `initialize`, in training mode."""
+    model = job.build()
+    arguments = {"model": model, "optimizer": sgd(model, job), "config": {**job.deepspeed_config(), **more}}
+    engine, *_ = oomb_accel.deepspeed.initialize(**arguments, oomb=config(self_test=False))
+    return engine
 
+
+def _refusals(rank: int) -> list[str]:
     dist.init_process_group("gloo")
     job = _job(2, 2)
+    batches = [dict(batch_of(job.steps[0][0][0]).batch) for _ in range(2)]
+    embeds = torch.zeros(1, 80, 64, requires_grad=True)
+    with_embeds = {"inputs_embeds": embeds, "labels": torch.ones(1, 80, dtype=torch.long)}
+    engine = _engine(job)
+    attempts: list[tuple[Any, Any]] = [
+        (engine, batches[0]),
+        (engine, [batches[0], {**batches[1], "num_targets": 7}]),
+        (engine, [batches[0], with_embeds]),
+        (_engine(job, bf16={"enabled": True}), batches),
+        (_engine(replace(job, stage=0), bf16={"enabled": True}), batches),
+    ]
+    hooked, asleep = _engine(job), _engine(job)
+    next(hooked.module.parameters()).register_hook(lambda grad: grad)
+    asleep.eval()
     said = []
-    model = oomb_accel.enable(job.build(), config())
-    engine, *_ = deepspeed.initialize(model=model, optimizer=sgd(model, job), config=job.deepspeed_config())
-    with pytest.raises(ValueError) as error:
-        oomb_accel.deepspeed.step(engine, batch_of(job.steps[0][0][0]).batch)
-    said.append(str(error.value))
-    model = oomb_accel.enable(job.build(), config())
-    low = {**job.deepspeed_config(), "bf16": {"enabled": True}}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=sgd(model, job), config=low)
-    with pytest.raises(ValueError) as error:
-        oomb_accel.deepspeed.step(engine, [batch_of(job.steps[0][0][0]).batch] * 2)
-    said.append(str(error.value))
+    for tried, data in [*attempts, (hooked, batches), (asleep, batches)]:
+        with pytest.raises(ValueError) as error:
+            oomb_accel.deepspeed.step(tried, data)
+        said.append(str(error.value))
     return said
 
 
 def test_what_cannot_add_up_is_refused(tmp_path: Path) -> None:
     for said in run_ranks(_refusals, folder=tmp_path):
         assert "Got 1; gradient_accumulation_steps is 2" in said[0]
-        assert '"grad_accum_dtype": "fp32"' in said[1]
+        assert "Remove num_targets from the batch" in said[1]
+        assert "inputs_embeds would get no gradient" in said[2]
+        assert 'Set "data_types": {"grad_accum_dtype": "fp32"}' in said[3]
+        assert '{"stage": 1} or higher' in said[4]
+        assert "Got hooks on model.embed_tokens.weight" in said[5]
+        assert "Call engine.train() first" in said[6]
+
+
+def _one_has_a_bad_batch(rank: int, job: Job) -> tuple[str, Outcome]:
+    """The second micro-batch of rank 1 has a hole; then the same step is run with good batches."""
+    dist.init_process_group("gloo")
+    engine = _engine(job)
+    batches = [dict(batch_of(micro[rank]).batch) for micro in job.steps[0]]
+    bad = [dict(batch) for batch in batches]
+    if rank == 1:
+        bad[1]["attention_mask"] = bad[1]["attention_mask"].clone()
+        bad[1]["attention_mask"][0, 3] = 0
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        oomb_accel.deepspeed.step(engine, bad)
+    loss = oomb_accel.deepspeed.step(engine, batches)
+    return str(error.value), Outcome([loss / dist.get_world_size()], whole_weights(engine.module), [])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_refused_batch_leaves_nothing_behind_on_any_rank(tmp_path: Path, stage: int) -> None:
+    job = _job(stage, 2)
+    job = replace(job, steps=job.steps[:1])
+    (first, ours), (second, theirs) = run_ranks(_one_has_a_bad_batch, job, folder=tmp_path)
+    assert "Another rank has refused its batch" in first and "attention_mask has a hole" in second
+    check_outcomes([ours, theirs], train_alone(job), job)
+
+
+def _without_labels(rank: int) -> str:
+    dist.init_process_group("gloo")
+    job = _job(3, 1)
+    engine = _engine(job)
+    batch = dict(batch_of(job.steps[0][0][0]).batch)
+    if rank == 1:
+        del batch["labels"]
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        engine(**batch)
+    return str(error.value)
+
+
+def test_labels_that_are_missing_on_one_rank_let_nobody_wait(tmp_path: Path) -> None:
+    first, second = run_ranks(_without_labels, folder=tmp_path)
+    assert "Another rank has refused its batch" in first and "without labels" in second
 
 
 def _one_refuses(rank: int) -> str:

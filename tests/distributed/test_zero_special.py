@@ -53,6 +53,13 @@ def test_steps_of_one_chunk_and_of_many_in_turn(stage: int, tmp_path: Path) -> N
     _check(Job(steps=steps, stage=stage, lora={}), tmp_path)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deterministic_steps_of_one_chunk_beside_an_empty_rank(stage: int, tmp_path: Path) -> None:
+    """No step is ordinary then, and under ZeRO 3 no rank may keep a graph where another runs a dummy pass twice."""
+    steps = steps_of(((9,), ()), ((60,), (12,)), ((), (12,)))
+    _check(Job(steps=steps, stage=stage, lora={}, settings={"deterministic": True}), tmp_path)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_single_rank(stage: int, tmp_path: Path) -> None:
     """ZeRO on one GPU, where it is used for its optimizer offload."""

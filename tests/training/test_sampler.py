@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from oomb_accel.sampler import LengthBalancedSampler, Step, slots_of, tokens_of
 from oomb_accel.training.data import Document, collate
-from oomb_accel.training.sampler import LengthBalancedSampler, Step, slots_of, tokens_of
 
 _draw = random.Random(0)
 UNLIKE = [2 ** _draw.randint(3, 12) + number for number in range(200)]

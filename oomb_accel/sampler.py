@@ -25,8 +25,8 @@ class LengthBalancedSampler(Sampler[list[int]]):
     ranks. Every rank computes the whole plan; ranks need not talk.
 
     As a ``batch_sampler`` of a DataLoader it yields this rank's indices for one micro-step after another; the list is
-    empty where the last step of an epoch has no document for this rank, and the collate function must then make an
-    empty batch, as `oomb_accel.training.data.collate` does. Do not let Accelerate prepare such a DataLoader: it would
+    empty where the last step of an epoch has no document for this rank, and the collate function must then make the
+    empty batch: one row of one padding token (``attention_mask`` 0, label -100). Do not let Accelerate prepare such a DataLoader: it would
     deal out what is dealt out already.
 
     Args:
