@@ -94,7 +94,7 @@ def _prepare(model: nn.Module, side: str, chunk_tokens: int) -> tuple[Step, Call
     """The step of a side, and what takes it down again."""
     settings = OombConfig(chunk_tokens=chunk_tokens, progress=False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=trained[0].is_cuda and "offload" not in side)
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     if side.startswith("plain"):
         oomb_accel.enable(model, settings)
         return _plain_step(model, optimizer), lambda: oomb_accel.disable(model)

@@ -26,8 +26,8 @@ class LengthBalancedSampler(Sampler[list[int]]):
 
     As a ``batch_sampler`` of a DataLoader it yields this rank's indices for one micro-step after another; the list is
     empty where the last step of an epoch has no document for this rank, and the collate function must then make the
-    empty batch: one row of one padding token (``attention_mask`` 0, label -100). Do not let Accelerate prepare such a DataLoader: it would
-    deal out what is dealt out already.
+    empty batch: one row of one padding token (``attention_mask`` 0, label -100). Do not let Accelerate prepare such a
+    DataLoader: it would deal out what is dealt out already.
 
     Args:
         lengths: tokens of each document.

@@ -216,7 +216,7 @@ def from_yaml(path: str | os.PathLike[str]) -> Source:
         ValueError: the file cannot be read, or is no mapping of settings.
     """
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_StrictLoader)
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=StrictLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(
             f"The preset {str(path)!r} cannot be read.\n  {error}\n"
@@ -363,7 +363,7 @@ def _notes(values: Mapping[str, Any], origins: Mapping[str, str], overrides: lis
     return tuple(notes)
 
 
-class _StrictLoader(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """Yaml without silent losses: a key that stands twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from oomb_accel.config import unknown_key_message
 from oomb_accel.sources import (
-    BLOCK,
     LAUNCHED_CONFIG,
     PRESET_VARIABLE,
     from_deepspeed,
@@ -25,7 +24,7 @@ USAGE = """usage: oomb run [--oomb_config PRESET.yaml] [--oomb.NAME VALUE ...] S
 
 Runs a training script unchanged, with chunk recurrence switched on for the model that it trains with Trainer,
 SFTTrainer, Accelerate or DeepSpeed. Settings come from these options, from OOMB_ variables, from the preset, and
-from the "oomb" block of the DeepSpeed config. On several GPUs:
+from the "oomb" block of the DeepSpeed config; without any the defaults hold. On several GPUs:
   accelerate launch --config_file configs/accelerate/zero2.yaml -m oomb_accel run SCRIPT.py ...
 """
 
@@ -111,9 +110,8 @@ def _comparison(setting: str, place: str) -> Callable[[str, str], bool]:
 
 
 def _check_requested(script_arguments: list[str]) -> bool:
-    """Refuse a run that nobody has asked to switch anything on for; contradictions come out here too.
-
-    Returns: whether it is to be switched on; ``enabled: false`` asks for a plain run.
+    """Whether chunk recurrence is to be switched on: ``enabled: false`` asks for a plain run. Contradictions between
+    settings come out here, and a run without any settings is given the defaults.
     """
     config = os.environ.get(LAUNCHED_CONFIG)
     configs = [None if config == "none" else config]
@@ -122,12 +120,7 @@ def _check_requested(script_arguments: list[str]) -> bool:
     configs += [path for path in paths if path.endswith(".json") and _has_block(path)]
     requested = [source for item in configs for source in gather(item)]
     if not requested:
-        raise ValueError(
-            "There is nothing to switch on.\n"
-            f"  Looked for --oomb options, OOMB_ variables, and for {BLOCK!r} in the DeepSpeed config "
-            f"({config or 'none given'}).\n"
-            f'  Add --oomb.chunk_tokens 8192, or "{BLOCK}": {{"chunk_tokens": 8192}} to the DeepSpeed config.'
-        )
+        os.environ[variable_of("enabled")] = "true"
     return any(resolve(*gather(item)).config.enabled for item in configs)
 
 

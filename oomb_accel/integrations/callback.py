@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations import engine
 from oomb_accel.integrations.attachment import STATE, Attachment
+from oomb_accel.integrations.checkpoints import guard_checkpoints
 from oomb_accel.integrations.collator import TargetsOnly
 from oomb_accel.integrations.switch import sources_of, switch_on
 from oomb_accel.integrations.timeout import set_timeout
@@ -51,7 +52,10 @@ class OombCallback(TrainerCallback):
         resolved = self._resolve(args)
         if not resolved.config.enabled:
             return
-        _refuse(trainer_refusals(args, self._trainer()))
+        trainer = self._trainer()
+        _refuse(trainer_refusals(args, trainer))
+        if trainer is not None:
+            guard_checkpoints(trainer)
         if args.deepspeed_plugin is not None:
             # Trainer makes the engine by deepspeed.initialize, which is to check and to set up what it gets.
             check_versions("deepspeed")

@@ -119,6 +119,7 @@ def _initialize(call: inspect.BoundArguments, config: dict[str, Any], resolved: 
         return _plain()(*call.args, **call.kwargs)
     check_versions("deepspeed", "transformers", "accelerate", "peft")
     keep_shared_memory_clean()
+    _check_auto(config)
     check_setup(config, model, call.arguments.get("mpu"))
     check_checkpointing(checkpointed_modules(base_model_of(model)))
     tested = f"update off by {_self_test(call, config):.1g}" if resolved.config.self_test else "left out"
@@ -138,6 +139,19 @@ def _initialize(call: inspect.BoundArguments, config: dict[str, Any], resolved: 
     timeout = set_timeout(model, resolved.config, micro_steps=engine.gradient_accumulation_steps())
     attachment_of(model).notes.extend(filter(None, (_describe(config), f"self-test  {tested}", timeout)))
     return (engine, *rest)
+
+
+def _check_auto(config: Mapping[str, Any], path: str = "") -> None:
+    """Refuse "auto" where nobody is left to fill it in: DeepSpeed would fail on it in the middle of a step."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and name != BLOCK:
+            _check_auto(value, f"{path}{name}.")
+        elif value == "auto":
+            raise ValueError(
+                f'The DeepSpeed config has "auto" for {path}{name}.\n'
+                "  Accelerate and Trainer fill that in; deepspeed.initialize by itself does not.\n"
+                f"  Write a value, or remove {path}{name}."
+            )
 
 
 def _describe(config: Mapping[str, Any]) -> str:

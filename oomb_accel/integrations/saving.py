@@ -80,11 +80,13 @@ def check_adapter(folder: str | os.PathLike[str], model: nn.Module) -> None:
     saved = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     ours = json.loads(json.dumps(inner.peft_config[inner.active_adapter].to_dict(), default=_plain))
     for name in _MUST_AGREE:
+        if name == "rank_pattern" and ours.get("peft_type") == "ADALORA":
+            continue  # it changes in training
         if saved.get(name) != ours.get(name):
             raise ValueError(_other(folder, f"{name}={saved.get(name)!r}", f"{name}={ours.get(name)!r}"))
-    base = {"saved": saved.get("base_model_name_or_path"), "ours": ours.get("base_model_name_or_path")}
-    if all(base.values()) and len({Path(str(name)).name for name in base.values()}) > 1:
-        raise ValueError(_other(folder, f"base model {base['saved']!r}", f"base model {base['ours']!r}"))
+    base, our_base = saved.get("base_model_name_or_path"), ours.get("base_model_name_or_path")
+    if _is_hub_id(base) and _is_hub_id(our_base) and base != our_base:  # a folder may have been moved
+        raise ValueError(_other(folder, f"base model {base!r}", f"base model {our_base!r}"))
     wanted = {name: tuple(_shape(tensor)) for name, tensor in _adapter_tensors(inner).items()}
     with safe_open(path / WEIGHTS, framework="pt") as file:
         found_shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -154,6 +156,15 @@ def _adapted(model: Any) -> PeftModel:
             "  After full fine-tuning use accelerator.save_model or engine.save_16bit_model."
         )
     return inner
+
+
+def _is_hub_id(name: object) -> bool:
+    return (
+        isinstance(name, str)
+        and name.count("/") == 1
+        and not name.startswith((".", "/", "~"))
+        and not Path(name).exists()
+    )
 
 
 def _is_writer() -> bool:

@@ -47,28 +47,38 @@ def step_minutes(model: nn.Module, *, document_tokens: int | None = None, micro_
     return max(MIN_MINUTES, math.ceil(micro_steps * (linear + attention) / speed / 60))
 
 
-def timeout_minutes(model: nn.Module, config: OombConfig, *, micro_steps: int = 1) -> int:
+def timeout_minutes(
+    model: nn.Module, config: OombConfig, *, document_tokens: int | None = None, micro_steps: int = 1
+) -> int:
     """What ``config.timeout_minutes`` comes to for this model."""
     if config.timeout_minutes != "auto":
         return config.timeout_minutes
-    return step_minutes(model, micro_steps=micro_steps)
+    return step_minutes(model, document_tokens=document_tokens, micro_steps=micro_steps)
 
 
-def set_timeout(model: nn.Module, config: OombConfig, *, micro_steps: int = 1) -> str | None:
+def set_timeout(
+    model: nn.Module, config: OombConfig, *, document_tokens: int | None = None, micro_steps: int = 1
+) -> str | None:
     """Give every process group that exists the timeout of this model; nothing to do in a single process.
 
     With ``timeout_minutes="auto"`` a group that waits longer already keeps its timeout.
+
+    Args:
+        document_tokens: length of the longest document, where it is known.
 
     Returns: a line for the banner, or None where there are no groups.
     """
     if not dist.is_available() or not dist.is_initialized():
         return None
-    minutes = timeout_minutes(model, config, micro_steps=micro_steps)
+    minutes = timeout_minutes(model, config, document_tokens=document_tokens, micro_steps=micro_steps)
+    longest = timedelta(minutes=minutes)
     for group, backends in _groups():
         now = max((backend.options._timeout for backend in backends), default=timedelta())
         if config.timeout_minutes != "auto" or now < timedelta(minutes=minutes):
             dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
-    return f"timeout    ranks wait up to {minutes:,} minutes for each other"
+        else:
+            longest = max(longest, now)
+    return f"timeout    ranks wait up to {longest // timedelta(minutes=1):,} minutes for each other"
 
 
 def _groups() -> list[tuple[Any, list[Any]]]:

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from safetensors.torch import load_file, save_file
 
 from oomb_accel.integrations.saving import save_adapter
-from oomb_accel.training.folder import PROGRESS, read_progress
+from oomb_accel.training.folder import PROBE, PROGRESS, read_progress
 from oomb_accel.training.identity import ADAPTER_SETTINGS
 from oomb_accel.training.launch import strategy, zero_stage
 from oomb_accel.training.recipe import Recipe
@@ -89,8 +88,7 @@ def load_checkpoint(run: Run, checkpoint: Path) -> None:
             f"  It is at step {run.model.global_steps}, the checkpoint at {progress['step']}.\n"
             "  Set resume_from_checkpoint to an earlier checkpoint."
         )
-    known = {item.name for item in fields(Summary)}
-    run.summary = Summary(**{name: value for name, value in progress["summary"].items() if name in known})
+    run.summary = Summary.from_dict(progress["summary"])
     run.started = time.perf_counter() - run.summary.seconds
     run.corpus.notes += _changed_settings(run.recipe, progress["recipe"])
 
@@ -103,7 +101,7 @@ def check_shared(run: Run) -> None:
     """
     if run.accelerator.num_processes == 1 or not run.recipe.save_steps:
         return
-    with tempfile.TemporaryDirectory(prefix=".oomb-", dir=run.folder.parent) as own:
+    with tempfile.TemporaryDirectory(prefix=PROBE, dir=run.folder.parent) as own:
         probe = broadcast_object_list([own])[0]  # that of process 0
         blind = [rank for rank, seen in enumerate(gather_object([os.path.isdir(probe)])) if not seen]
     if blind:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -20,10 +20,13 @@ PROGRESS = "progress.json"
 """Written last into a checkpoint that a run can go on from."""
 LATEST = "latest"
 RESULTS = ("adapter_*", "model*.safetensors", "model.safetensors.index.json")
-PRODUCTS = (METRICS, RECIPE, SUMMARY, "checkpoint-*", *RESULTS)
-"""What a run leaves and a replacing run removes; other files in the folder are not touched."""
+PRODUCTS = (SUMMARY, METRICS, "checkpoint-*", *RESULTS, RECIPE)
+"""What a run leaves and a replacing run removes; other files in the folder are not touched. In this order: first goes
+what says that the run is done, last what says that there is a run."""
 LEFTOVERS = ".saving-*"
-"""What a run leaves that is killed while it saves."""
+"""What a run leaves that is killed while it saves or removes."""
+PROBE = ".oomb-"
+"""Prefix of folders that ranks make for a moment to see whether they can; no content."""
 
 
 class RunFolder:
@@ -47,16 +50,18 @@ class RunFolder:
             )
         self.resume = self._checkpoint_to_resume()
         """The checkpoint that the run goes on from."""
+        self.finished = self._summary_to_resume()
+        """The summary of the run that is in the folder from its first step to its last, if it is to go on."""
         self._resume_step = -1 if self.resume is None else step_of(self.resume)
         self._goes_on = self.resume is not None and self.resume.parent.resolve() == self.path.resolve()
         if self._goes_on:
             self._check_later_checkpoints()
-        elif self.path.is_dir() and any(self.path.iterdir()):
+        elif self._content():
             self._check_replaceable()
         self.parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         """The folder itself, or the nearest one above it that exists."""
         try:
-            with tempfile.TemporaryDirectory(prefix=".oomb-", dir=self.parent):
+            with tempfile.TemporaryDirectory(prefix=PROBE, dir=self.parent):
                 pass
         except OSError as error:
             raise ValueError(
@@ -69,17 +74,16 @@ class RunFolder:
         the resolved recipe. Later calls do nothing."""
         if self._started:
             return
-        self._started = True
         patterns: tuple[str, ...] = (LEFTOVERS, *PRODUCTS)
         if self._goes_on:
             patterns = (LEFTOVERS, SUMMARY)
-            self._forget_later_rows()
+            self._keep_rows(self._resume_step)
         for item in [*self._later_checkpoints(), *(item for pattern in patterns for item in self.path.glob(pattern))]:
-            if item.exists():
-                shutil.rmtree(item) if item.is_dir() else item.unlink()
+            self._remove(item)
         self.path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self._recipe.to_dict(), sort_keys=False)
         self._replace(RECIPE, lambda path: path.write_text(text, encoding="utf-8"))
+        self._started = True
 
     def log(self, row: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl, in a single write: a kill behind it cannot lose it."""
@@ -89,6 +93,11 @@ class RunFolder:
             os.write(handle, line)
         finally:
             os.close(handle)
+
+    def log_again(self, row: dict[str, Any]) -> None:
+        """:meth:`log` for a row of which nobody knows whether it, or a part of it, was written."""
+        self._keep_rows(row["step"] - 1)
+        self.log(row)
 
     def temporary(self, name: str) -> Path:
         """Where the files of a save are written before they get their names."""
@@ -102,15 +111,28 @@ class RunFolder:
         self.last_saved = final
         limit = self._recipe.save_total_limit
         for old in self._checkpoints()[:-limit] if limit else []:
-            shutil.rmtree(old)
+            self._remove(old)
         return final
 
     def publish_result(self) -> None:
-        """Move the result into the folder. Weights come last: where they are, everything else is too."""
+        """Move the result into the folder. Weights come last: where they are, everything else is too.
+
+        Raises:
+            RuntimeError: something could not be moved. It stays where it was written.
+        """
         written = self.temporary("result")
-        for item in sorted(written.iterdir(), key=lambda item: item.suffix == ".safetensors"):
-            os.replace(item, self.path / item.name)
-        written.rmdir()
+        try:
+            for item in sorted(written.iterdir(), key=lambda item: item.suffix == ".safetensors"):
+                target = self.path / item.name
+                if item.is_dir() or target.is_dir():
+                    self._remove(target)  # a folder with something in it is not replaced by a rename
+                os.replace(item, target)
+            written.rmdir()
+        except OSError as error:
+            raise RuntimeError(
+                f"The result could not be moved into {str(self.path)!r}.\n  {error}.\n"
+                f"  What is left of it is in {str(written)!r}: move that by hand before another run starts here."
+            ) from error
         self.last_saved = self.path
 
     def save_summary(self, summary: dict[str, Any]) -> None:
@@ -121,6 +143,41 @@ class RunFolder:
         temporary = self.path / f".{name}-{os.getpid()}"
         write(temporary)
         os.replace(temporary, self.path / name)
+
+    def refuse_another_run(self) -> None:
+        """To be called when the run that is here turns out to be none that is finished: it was let pass until then.
+
+        Raises:
+            ValueError: it would be replaced without having been asked for.
+        """
+        if self.finished is not None and self.resume is None and not self._recipe.overwrite_output_dir:
+            self._say_another_run()
+
+    def _content(self) -> list[str]:
+        """Names of what is in the folder, without what other ranks are trying out there."""
+        if not self.path.is_dir():
+            return []
+        return sorted(item.name for item in self.path.iterdir() if not item.name.startswith(PROBE))
+
+    def _remove(self, item: Path) -> None:
+        """Remove a file or a folder, if it is there. A folder loses its name first, so that a kill leaves no part of
+        it under that name."""
+        if item.is_symlink() or item.is_file():
+            item.unlink()
+        elif item.is_dir():
+            if not item.match(LEFTOVERS):
+                nameless = self.temporary(f"old-{item.name}")
+                shutil.rmtree(nameless, ignore_errors=True)
+                os.replace(item, nameless)
+                item = nameless
+            shutil.rmtree(item)
+
+    def _summary_to_resume(self) -> dict[str, Any] | None:
+        there = (self.path / SUMMARY).is_file() and (self.path / RECIPE).is_file()
+        if self._recipe.resume_from_checkpoint != LATEST or not there:
+            return None
+        summary: dict[str, Any] = json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
+        return summary
 
     def _checkpoint_to_resume(self) -> Path | None:
         wanted = self._recipe.resume_from_checkpoint
@@ -142,19 +199,22 @@ class RunFolder:
         if not (self.path / RECIPE).is_file():
             raise ValueError(
                 f"output_dir {str(self.path)!r} holds files of something else.\n"
-                f"  Got {', '.join(sorted(item.name for item in self.path.iterdir())[:5])}.\n"
+                f"  Got {', '.join(self._content()[:5])}.\n"
                 "  Set output_dir to a new or empty folder."
             )
         # A run that was stopped before its first save has left nothing that could be lost; a job that is started
         # again and again with `latest` begins anew.
         worth = any(item for pattern in ("checkpoint-*", *RESULTS) for item in self.path.glob(pattern))
         begins_anew = self._recipe.resume_from_checkpoint == LATEST and not worth
-        if not (self._recipe.overwrite_output_dir or begins_anew):
-            raise ValueError(
-                f"output_dir {str(self.path)!r} holds another run.\n  Found its {RECIPE}.\n"
-                "  Set another output_dir, go on with --resume_from_checkpoint latest, "
-                "or replace that run with --overwrite_output_dir."
-            )
+        if not (self._recipe.overwrite_output_dir or begins_anew or self.finished is not None):
+            self._say_another_run()
+
+    def _say_another_run(self) -> NoReturn:
+        raise ValueError(
+            f"output_dir {str(self.path)!r} holds another run.\n  Found its {RECIPE}.\n"
+            "  Set another output_dir, go on with --resume_from_checkpoint latest, "
+            "or replace that run with --overwrite_output_dir."
+        )
 
     def _check_later_checkpoints(self) -> None:
         later = self._later_checkpoints()
@@ -173,13 +233,13 @@ class RunFolder:
     def _later_checkpoints(self) -> list[Path]:
         return [path for path in self._checkpoints() if self._goes_on and _number(path) > self._resume_step]
 
-    def _forget_later_rows(self) -> None:
-        """Rows of metrics.jsonl behind the checkpoint belong to steps that are done again."""
+    def _keep_rows(self, last_step: int) -> None:
+        """Drop rows of metrics.jsonl behind a step: they belong to steps that are done again."""
         metrics = self.path / METRICS
         if not metrics.is_file():
             return
         lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self._resume_step)
+        kept = "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step)
         self._replace(METRICS, lambda path: path.write_text(kept, encoding="utf-8"))
 
 

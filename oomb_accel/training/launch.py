@@ -15,6 +15,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType, GradientAccumulat
 from oomb_accel.integrations.engine import keep_shared_memory_clean
 from oomb_accel.integrations.prepare import refusals
 from oomb_accel.integrations.versions import check_versions
+from oomb_accel.sources import load_deepspeed_config
 from oomb_accel.training.recipe import Recipe
 
 START_TIMEOUT = timedelta(minutes=60)
@@ -97,7 +98,8 @@ def _deepspeed_plugin(recipe: Recipe) -> DeepSpeedPlugin | None:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     plugin = DeepSpeedPlugin()
     config = plugin.deepspeed_config
-    place = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or "deepspeed_config of accelerate launch"
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    place = file or "deepspeed_config of accelerate launch"
     for block in ("optimizer", "scheduler"):
         if block in config:
             raise ValueError(
@@ -106,7 +108,8 @@ def _deepspeed_plugin(recipe: Recipe) -> DeepSpeedPlugin | None:
             )
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     micro, accumulation = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
-    if config.get("gradient_accumulation_steps") == 1:
+    written = load_deepspeed_config(file) if file else {}
+    if config.get("gradient_accumulation_steps") == 1 and written.get("gradient_accumulation_steps") != 1:
         config["gradient_accumulation_steps"] = "auto"  # what Accelerate writes when nobody has said anything
     _agree(config, place, "gradient_accumulation_steps", accumulation, "gradient_accumulation_steps")
     _agree(config, place, "train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size")

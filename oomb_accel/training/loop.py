@@ -18,14 +18,15 @@ from oomb_accel.training.data import last_tokens_batch
 from oomb_accel.training.folder import METRICS
 from oomb_accel.training.learning_rate import learning_rate_factor
 from oomb_accel.training.recipe import Recipe
-from oomb_accel.training.report import closing, header, measure_memory, step_line
+from oomb_accel.training.report import already_done, closing, header, measure_memory, step_line
 from oomb_accel.training.run import Run, Summary
 from oomb_accel.training.setup import prepare
 from oomb_accel.training.step import run_step
 
 
 def train(recipe: Recipe) -> Summary:
-    """Fine-tune as the recipe says, from the beginning or from a checkpoint.
+    """Fine-tune as the recipe says, from the beginning or from a checkpoint; nothing is done where a run that goes on
+    from its latest checkpoint is at its end.
 
     Writes nothing before the first step has succeeded. A run that fails or is interrupted keeps what it has
     saved.
@@ -37,6 +38,10 @@ def train(recipe: Recipe) -> Summary:
         RuntimeError: the loss or the gradient stopped being a finite number.
     """
     run = prepare(recipe)
+    if run.finished:
+        oomb_accel.disable(run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False))
+        run.say(already_done(run))
+        return run.summary
     run.say(header(run))
     summary = run.summary
     summary.output_dir = str(run.folder.path)
@@ -53,7 +58,7 @@ def train(recipe: Recipe) -> Summary:
         save_result(run)
         summary.last_tokens_loss_after = _last_tokens_loss(run, "after")
     if run.accelerator.is_main_process:
-        run.folder.save_summary(summary.to_dict())
+        run.folder.save_summary(summary.to_dict() | {"identity": run.identity.to_dict()})
     # Accelerate's autocast wrapper lies around our forward and has to go first.
     oomb_accel.disable(run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False))
     run.say(closing(run))
@@ -72,7 +77,8 @@ def _one_step(run: Run, step: int, epoch: int, plan: Step) -> None:
     accelerator, recipe, summary = run.accelerator, run.recipe, run.summary
     started = time.perf_counter()
     run.line.prefix = f"step {step}/{run.num_steps} | "
-    run.rng = RngState.capture(accelerator.device)
+    if run.rng is None:
+        run.rng = RngState.capture(accelerator.device)
     factor = learning_rate_factor(
         step - 1, kind=recipe.lr_scheduler_type, warmup_steps=recipe.warmup_steps, num_steps=run.num_steps
     )
@@ -82,12 +88,6 @@ def _one_step(run: Run, step: int, epoch: int, plan: Step) -> None:
     seconds = time.perf_counter() - started
     slots = slots_of(plan, run.sampler.lengths)
     earlier_slots = summary.tokens / (1.0 - summary.waiting)
-    summary.tokens += tokens
-    summary.trained_tokens += targets
-    summary.waiting = 1.0 - summary.tokens / (earlier_slots + slots)
-    summary.first_loss = loss if step == 1 else summary.first_loss
-    summary.steps, summary.last_loss = step, loss
-    run.updating = False
     measure_memory(run)
     row = {
         "step": step,
@@ -97,16 +97,25 @@ def _one_step(run: Run, step: int, epoch: int, plan: Step) -> None:
         "grad_norm": grad_norm,
         "tokens": tokens,
         "trained_tokens": targets,
-        "num_input_tokens_seen": summary.tokens,
+        "num_input_tokens_seen": summary.tokens + tokens,
         "waiting": 1.0 - tokens / slots,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "peak_gpu_gib": summary.peak_gpu_gib,
         "host_gib": host_bytes() / GIB,
     }
+    # From here on the step is done, with all that belongs to it; a stop before leaves nothing of it.
+    summary.tokens += tokens
+    summary.trained_tokens += targets
+    summary.waiting = 1.0 - summary.tokens / (earlier_slots + slots)
+    summary.first_loss = loss if step == 1 else summary.first_loss
+    summary.steps, summary.last_loss = step, loss
+    run.rng, run.row = RngState.capture(accelerator.device), row
+    run.updating = False
     if accelerator.is_main_process:
         run.folder.start()
         run.folder.log(row)
+    run.row = None
     if step % recipe.logging_steps == 0 or step == run.num_steps:
         run.say(step_line(row, run.num_steps))
 
@@ -133,16 +142,37 @@ def _says_what_is_left(run: Run) -> Iterator[None]:
         yield
     except BaseException as error:
         run.say(f"stopped after step {run.summary.steps} of {run.num_steps} ({type(error).__name__})")
+        _write_missing_row(run)
         _save_what_is_done(run)
         saved = run.folder.last_saved or run.folder.resume
-        where = f"the last save is {saved}" if saved else "no step was finished, nothing was saved"
+        where = f"the last save is {saved}" if saved else _nothing_saved(run.summary.steps)
         logged = f"; losses are in {run.folder.path / METRICS}" if (run.folder.path / METRICS).is_file() else ""
         run.say(where + logged)
         raise
 
 
+def _nothing_saved(steps: int) -> str:
+    if not steps:
+        return "no step was finished, nothing was saved"
+    finished = "1 step was" if steps == 1 else f"{steps} steps were"
+    return f"{finished} finished, but nothing was saved: set save_steps"
+
+
+def _write_missing_row(run: Run) -> None:
+    """The row of the last finished step, if the run stopped before it was written for certain. Never hides the error
+    that ended the run."""
+    if run.row is None or run.updating or not run.accelerator.is_main_process:
+        return
+    try:
+        run.folder.start()
+        run.folder.log_again(run.row)
+    except Exception as error:
+        run.say(f"and its losses could not be written: {error}")
+
+
 def _save_what_is_done(run: Run) -> None:
-    """A checkpoint of the last finished step, unless there is one. Never hides the error that ended the run."""
+    """A checkpoint of the last finished step, unless there is one, in a single process. Never hides the error that
+    ended the run."""
     steps = run.summary.steps
     checkpoint = run.folder.path / f"checkpoint-{steps}"
     done = run.folder.last_saved in (run.folder.path, checkpoint) or checkpoint == run.folder.resume

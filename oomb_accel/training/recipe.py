@@ -119,7 +119,8 @@ class Recipe:
 
     save_steps: int = 0
     """Save a checkpoint-N folder every so many steps: the result so far, and what is needed to go on from it;
-    0 saves at the end, and when a run stops early."""
+    0 saves at the end, and, in a single process only, when a run stops early. On several devices set it: a run that
+    stops early keeps what it has saved before."""
 
     save_total_limit: int | None = None
     """Keep so many of the latest checkpoints; all of them if left out."""

@@ -42,6 +42,8 @@ def header(run: Run) -> str:
             f"ranks: {ranks}, {strategy(run.accelerator)}; documents of like length side by side, "
             f"{run.sampler.waiting(0):.1%} of the time is waiting for longer ones"
         )
+        if not run.recipe.save_steps:
+            lines.append("warning: save_steps is 0, so nothing is kept if the run stops early; set save_steps, e.g. 20")
     if run.folder.resume is not None:
         lines.append(f"goes on from {run.folder.resume}, behind step {run.summary.steps}")
     elif run.recipe.resume_from_checkpoint is not None:
@@ -57,6 +59,15 @@ def step_line(row: dict[str, Any], num_steps: int) -> str:
         f"step {row['step']}/{num_steps} | loss {row['loss']:.4f} | lr {row['learning_rate']:.2e} | "
         f"grad norm {row['grad_norm']:.3f} | {row['tokens_per_second']:,.0f} tok/s | "
         f"{row['trained_tokens']:,} trained tokens | {row['seconds']:.1f} s{gpu}"
+    )
+
+
+def already_done(run: Run) -> str:
+    """Why nothing is trained, and what to change if something should be."""
+    go_on = f"set more steps to go on from {run.folder.resume}, or " if run.folder.resume else ""
+    return (
+        f"the run in {run.folder.path} is done: {run.summary.steps} of {run.num_steps} steps, and its result is there\n"
+        f"  to train again, {go_on}set --overwrite_output_dir and leave resume_from_checkpoint out"
     )
 
 

@@ -38,6 +38,11 @@ class Summary:
     peak_host_gib: float = 0.0
     output_dir: str = ""
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Summary:
+        """From what a file says, whatever else it says."""
+        return cls(**{item.name: values[item.name] for item in dataclasses.fields(cls) if item.name in values})
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -66,7 +71,11 @@ class Run:
     updating: bool = False
     """True while weights and optimizer state are between two steps: such a state must not be saved."""
     rng: RngState | None = None
-    """Random generators as they were before the step that is being done."""
+    """Random generators as they were behind the last step that is done, or when the first one began."""
+    row: dict[str, Any] | None = None
+    """What metrics.jsonl has to say about the last step that is done, until it is written."""
+    finished: bool = False
+    """True where there is nothing to do, as the folder holds the result of this run already."""
     started: float = field(default_factory=time.perf_counter)
     """When this part of the run began; moved back by the time of earlier parts."""
 

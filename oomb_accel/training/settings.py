@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from oomb_accel.config import OombConfig, unknown_key_message
+from oomb_accel.sources import StrictLoader
 
 OTHER_NAMES = {
     "base_model": "Set model_name_or_path.",
@@ -130,21 +131,6 @@ def read_settings(
     return values, frozenset(flagged)
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Yaml without silent losses: a key that stands twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
 def _load_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -154,7 +140,7 @@ def _load_yaml(path: Path) -> dict[str, Any]:
             "  Give the path of a yaml file; configs/ has examples."
         ) from None
     try:
-        loaded = yaml.load(text, Loader=_StrictLoader)
+        loaded = yaml.load(text, Loader=StrictLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"The recipe {str(path)!r} is not valid yaml.\n  {error}") from None
     if not isinstance(loaded, dict):

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 
 import oomb_accel
+from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.integrations.prepare import prepare_with
 from oomb_accel.integrations.rope import check_length
 from oomb_accel.integrations.timeout import set_timeout
@@ -30,7 +31,7 @@ from oomb_accel.training.launch import clips_itself, make_accelerator, zero_stag
 from oomb_accel.training.model import add_adapters, apply_liger, load_model, load_tokenizer
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.reshard import needs_other_shards
-from oomb_accel.training.run import Run
+from oomb_accel.training.run import Run, Summary
 from oomb_accel.training.step import NormBeforeUpdate
 
 
@@ -59,7 +60,10 @@ def prepare(recipe: Recipe) -> Run:
     check_same_on_all_ranks(accelerator, identity, recipe)
     sampler = _sampler(recipe, corpus, accelerator, folder)
     num_steps = recipe.max_steps or sampler.steps_per_epoch * (recipe.num_train_epochs or 1)
-    _check_steps_left(folder, num_steps)
+    finished = _is_finished(folder, identity, num_steps)
+    if not finished:
+        folder.refuse_another_run()
+        _check_steps_left(folder, num_steps)
     line = ProgressLine(force=recipe.oomb.progress is True)
     show = recipe.oomb.progress is not False
     oomb_accel.enable(model, recipe.oomb, on_progress=line if show else None)
@@ -72,8 +76,7 @@ def prepare(recipe: Recipe) -> Run:
     if folder.resume is not None and needs_other_shards(accelerator, read_progress(folder.resume)):
         accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
     prepared, optimizer = prepare_with(accelerator, accelerator.prepare, (model, optimizer), model, resolved)
-    if zero_stage(accelerator) is None:  # which would have been told how many micro-steps there are
-        set_timeout(model, recipe.oomb, micro_steps=recipe.gradient_accumulation_steps)
+    _wait_for_longest_document(model, recipe, corpus)
     run = Run(
         recipe=recipe,
         accelerator=accelerator,
@@ -87,12 +90,15 @@ def prepare(recipe: Recipe) -> Run:
         num_steps=num_steps,
         num_targets=[document.num_targets for document in corpus.documents],
         identity=identity,
+        finished=finished,
     )
     _add_norm_hook(run)
     check_shared(run)
     keep_frozen_weights_out(run)
     set_seed(recipe.seed, device_specific=True)  # dropout differs between ranks
-    if folder.resume is not None:
+    if finished and folder.finished is not None:
+        run.summary = Summary.from_dict(folder.finished)
+    elif folder.resume is not None:
         load_checkpoint(run, folder.resume)
     return run
 
@@ -136,6 +142,23 @@ def _sampler(recipe: Recipe, corpus: Corpus, accelerator: Accelerator, folder: R
         seed=recipe.seed,
         group=before["group"] if before.get("documents_per_step") == per_step else None,
     )
+
+
+def _is_finished(folder: RunFolder, identity: Identity, num_steps: int) -> bool:
+    """Whether the run that is to go on has done all its steps and left its result; process 0 says so for all."""
+    before = folder.finished or {}
+    done = before.get("steps") == num_steps and before.get("identity") == identity.to_dict()
+    return bool(broadcast_object_list([done])[0])
+
+
+def _wait_for_longest_document(model: nn.Module, recipe: Recipe, corpus: Corpus) -> None:
+    """What prepared the model knows neither the documents nor how many there are in a step."""
+    longest = max(len(document.input_ids) for document in corpus.documents)
+    per_step = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
+    note = set_timeout(model, recipe.oomb, document_tokens=longest, micro_steps=per_step)
+    if note is not None and recipe.oomb.enabled:
+        notes = attachment_of(model).notes
+        notes[:] = [*(old for old in notes if not old.startswith("timeout ")), note]
 
 
 def _check_steps_left(folder: RunFolder, num_steps: int) -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import re
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from peft import PeftModel
 
+from tests.distributed import trainer_job
 from tests.distributed.ranks import RanksFailed, needs_deepspeed, run_ranks
-from tests.distributed.trainer_job import Trained, TrainerJob, run_job
-from tests.harness.models import tiny_model
+from tests.distributed.trainer_job import Trained, TrainerJob, make_trainer, run_job, whole_weights
+from tests.harness.models import tiny_model, with_lora
 from tests.harness.tolerance import assert_same_bits, assert_same_gradients, assert_twice_plain
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens")
@@ -119,6 +125,73 @@ def test_checkpoints_resume_in_new_processes(tmp_path: Path, stage: int) -> None
     assert_same_bits(again.weights, whole.weights)
     loaded = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "again" / "checkpoint-4"), is_trainable=True)
     assert_same_bits({name: p.detach() for name, p in loaded.named_parameters() if p.requires_grad}, whole.weights)
+
+
+SAVING = {"max_steps": 3, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
+
+
+def _resume_another_adapter(rank: int, job: TrainerJob) -> tuple[str, bool]:
+    """What is said, and whether the weights are still those of before."""
+    wanted = dict(with_lora(tiny_model(), **job.adapter).named_parameters())
+    made = []
+
+    def make(job: TrainerJob) -> Any:
+        made.append(make_trainer(job))
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_job, "make_trainer", make)
+        try:
+            run_job(rank, job)
+        except ValueError as error:
+            weights = whole_weights(made[0][0].model)
+            return str(error), all(torch.equal(weights[name], wanted[name]) for name in weights)
+    return "resumed", False
+
+
+@pytest.mark.parametrize("stage", [None, *(pytest.param(stage, marks=needs_deepspeed) for stage in (2, 3))])
+def test_an_adapter_of_another_run_is_not_resumed(tmp_path: Path, stage: int | None) -> None:
+    arguments = {**SAVING, "max_steps": 1, "eval_strategy": "no"}
+    job = TrainerJob(folder=str(tmp_path / "out"), stage=stage, arguments=arguments)
+    run_ranks(run_job, dataclasses.replace(job, adapter={"target_modules": ["q_proj"]}), folder=tmp_path)
+    arguments = {**arguments, "max_steps": 2}
+    checkpoint = str(tmp_path / "out" / "checkpoint-1")
+    other = dataclasses.replace(job, adapter={"target_modules": ["o_proj"]}, resume=checkpoint, arguments=arguments)
+    for text, unchanged in run_ranks(_resume_another_adapter, other, folder=tmp_path):
+        assert re.search(r"(?s)belongs to another model or adapter.*(q_proj|o_proj)", text)
+        assert unchanged
+
+
+def _killed_in_save(rank: int, job: TrainerJob) -> None:
+    """Rank 1 is killed when it writes the last thing of the third checkpoint, and rank 0 has written all of its own."""
+    plain = torch.save
+
+    def save(what: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if str(path).endswith("checkpoint-3/rng_state_1.pth"):
+            while not (Path(path).parent / "trainer_state.json").exists():
+                time.sleep(0.01)
+            time.sleep(0.5)  # to let it delete what it would delete
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain(what, path, *args, **kwargs)
+
+    setattr(torch, "save", save)  # noqa: B010
+    run_job(rank, job)
+
+
+@pytest.mark.parametrize("stage", [None, *(pytest.param(stage, marks=needs_deepspeed) for stage in (2, 3))])
+def test_a_save_that_is_killed_on_one_rank_is_not_resumed(tmp_path: Path, stage: int | None) -> None:
+    """Rank 0 has nothing left to write then, but still has the checkpoint before."""
+    arguments = {**SAVING, "save_total_limit": 1, "eval_strategy": "no"}
+    job = TrainerJob(folder=str(tmp_path / "whole"), stage=stage, arguments=arguments, dropout=0.1)
+    whole = run_ranks(run_job, job, folder=tmp_path)[0]
+    job = dataclasses.replace(job, folder=str(tmp_path / "killed"))
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        run_ranks(_killed_in_save, job, folder=tmp_path)
+    again = run_ranks(run_job, dataclasses.replace(job, resume=True), folder=tmp_path)[0]
+    assert "checkpoint-2. Not whole: checkpoint-3" in (tmp_path / "rank0.log").read_text()
+    assert again.history == whole.history
+    assert_same_bits(again.weights, whole.weights)
+    assert [item.name for item in (tmp_path / "killed").iterdir()] == ["checkpoint-3"]
 
 
 @needs_deepspeed

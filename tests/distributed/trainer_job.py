@@ -39,6 +39,8 @@ class TrainerJob:
     sft: bool = False
     lora: bool = True
     dropout: float = 0.0
+    adapter: dict[str, Any] = field(default_factory=dict)
+    """More settings of LoRA."""
     is_packed: bool = False
     """Make one row of the documents of a micro-batch, with labels on every token."""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +52,7 @@ class TrainerJob:
     saved_model: str | None = None
     """Load the base model from this folder after the arguments are made, as scripts do: under ZeRO 3 it is sharded from
     the start."""
-    resume: str | None = None
+    resume: str | bool | None = None
 
     def deepspeed_config(self) -> dict[str, Any] | None:
         """With every parameter really sharded under ZeRO 3."""
@@ -191,7 +193,7 @@ def _sft(job: TrainerJob, arguments: dict[str, Any], callbacks: list[TrainerCall
 
 
 def _adapted(job: TrainerJob, model: Any) -> nn.Module:
-    return with_lora(model, lora_dropout=job.dropout) if job.lora else model
+    return with_lora(model, lora_dropout=job.dropout, **job.adapter) if job.lora else model
 
 
 def _padded(rows: list[dict[str, Tensor]]) -> dict[str, Any]:

@@ -253,6 +253,20 @@ def test_zero_3_gathers_whole_layers(stage: int, checkpointing: bool, expected: 
     assert got == expected
 
 
+def _with_auto(rank: int, config: dict[str, Any]) -> str:
+    model = lora_model()
+    with pytest.raises(ValueError) as error:
+        oomb_accel.deepspeed.initialize(model=model, optimizer=optimizer(model), config=config)
+    return str(error.value)
+
+
+def test_auto_that_nobody_fills_in_is_refused(tmp_path: Path) -> None:
+    config = deepspeed_config(2, BLOCK)
+    config["zero_optimization"]["reduce_bucket_size"] = "auto"
+    (said,) = run_ranks(_with_auto, config, folder=tmp_path, ranks=1)
+    assert '"auto" for zero_optimization.reduce_bucket_size' in said
+
+
 def _broken_self_test(rank: int, config: dict[str, Any]) -> str:
     model = lora_model()
     engine_module.self_test = _fails  # type: ignore[assignment]

@@ -211,3 +211,18 @@ def _contradiction(rank: int, config: dict[str, Any]) -> str:
 def test_python_against_the_block_is_an_error(tmp_path: Path) -> None:
     (text,) = run_ranks(_contradiction, deepspeed_config(2, QUIET), folder=tmp_path, ranks=1)
     assert "chunk_tokens=32 in prepare(config=...)" in text and "chunk_tokens=16 in the DeepSpeed config" in text
+
+
+def _engine_again(rank: int, config: dict[str, Any]) -> str:
+    accelerator = accelerator_with(DeepSpeedPlugin, hf_ds_config=config)
+    model = lora_model()
+    engine, _ = accelerator.prepare(model, optimizer(model))
+    with pytest.raises(ValueError) as error:
+        oomb_accel.prepare(accelerator, engine)
+    return str(error.value)
+
+
+def test_an_engine_is_not_prepared_again(tmp_path: Path) -> None:
+    config = {key: value for key, value in deepspeed_config(2, {}).items() if key != "oomb"}
+    (said,) = run_ranks(_engine_again, config, folder=tmp_path, ranks=1)
+    assert "DeepSpeed engine already" in said and "instead of to accelerator.prepare" in said

@@ -14,7 +14,7 @@ import torch
 
 from oomb_accel import cli
 from oomb_accel.cli import run
-from oomb_accel.sources import LAUNCHED_CONFIG
+from oomb_accel.sources import LAUNCHED_CONFIG, surroundings
 from tests.distributed.ranks import ROOT, needs_deepspeed, run_ranks
 from tests.harness.batches import documents_of
 from tests.harness.models import sgd_step, tiny_model
@@ -209,6 +209,11 @@ def test_exit_codes(folder: Path, words: list[str], code: int, expected: str) ->
     assert codes == [code] and expected in text
 
 
+def test_a_run_that_is_switched_off_is_a_plain_run(folder: Path) -> None:
+    codes, text = run_script(folder, "nothing", options=["--oomb.enabled", "false"])
+    assert codes == [0] and "without a training step" not in text
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A script that must not be reached; nothing may be installed either."""
@@ -228,11 +233,11 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_nothing_to_switch_on(script: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_without_settings_the_defaults_hold(script: str, tmp_path: Path) -> None:
     other = tmp_path / "data.json"
     other.write_text('{"oomb": {"chunk_tokens": 1}}')  # no DeepSpeed config
-    text = refusal([script, "--data", str(other)], capsys)
-    assert "There is nothing to switch on" in text and "--oomb.chunk_tokens 8192" in text
+    assert run._check_requested(["--data", str(other)])
+    assert surroundings(os.environ)[0].values == {"enabled": True}
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import oomb_accel
 from oomb_accel import OombConfig
-from oomb_accel.deepspeed import save_adapter
+from oomb_accel.deepspeed import check_adapter, save_adapter
 from oomb_accel.integrations import saving
-from oomb_accel.integrations.saving import CONFIG, WEIGHTS, check_adapter
+from oomb_accel.integrations.saving import CONFIG, WEIGHTS
 from tests.distributed.ranks import needs_deepspeed, run_ranks
 from tests.harness.models import tiny_model, with_lora
 from tests.harness.tolerance import assert_same_bits
@@ -207,7 +207,7 @@ def test_an_adapter_of_another_base_is_refused_even_if_it_fits(tmp_path: Path) -
         return with_lora(base)
 
     save_adapter(of("org/first"), tmp_path)
-    check_adapter(tmp_path, of("elsewhere/first"))  # the same model in another folder
+    check_adapter(tmp_path, of("/elsewhere/first"))  # the same model in another folder
     with pytest.raises(ValueError, match="base model 'org/first'; this run has base model 'org/second'"):
         check_adapter(tmp_path, of("org/second"))
 

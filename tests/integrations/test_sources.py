@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import oomb_accel
 from oomb_accel import OombConfig
 from oomb_accel.sources import (
     LAUNCHED_CONFIG,
@@ -24,6 +26,7 @@ from oomb_accel.sources import (
     resolve,
     surroundings,
 )
+from tests.harness.models import tiny_model
 
 PLACES = {"python": "prepare(config=...)", "flag": "OOMB_CHUNK_TOKENS", "yaml": "preset.yaml", "json": "ds.json"}
 
@@ -237,3 +240,39 @@ def test_nobody_asking_gives_no_sources() -> None:
 def test_a_source_that_arrives_twice_counts_once() -> None:
     block = resolve(*gather({"oomb": {"page_tokens": 64}}, environ={"OOMB_BACKEND": "torch"})).block()
     assert len(gather({"oomb": block}, environ={"OOMB_BACKEND": "torch"})) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "texts"),
+    [
+        ({"plugins": {"oomb": {"chunk_tokens": 64}}}, ("stands inside of 'plugins'", "to the top of the config")),
+        ({"oomb_settings": {"chunk_tokens": 64}}, ("Unknown key 'oomb_settings'", "Did you mean 'oomb'?")),
+    ],
+)
+def test_a_block_that_nobody_would_read(config: dict[str, Any], texts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        from_deepspeed(config)
+    for text in texts:
+        assert text in str(error.value)
+
+
+def test_a_copy_with_one_change_has_not_written_down_the_rest() -> None:
+    changed = dataclasses.replace(OombConfig(chunk_tokens=512), self_test=False)
+    assert changed.given == {"chunk_tokens", "self_test"}
+
+
+def test_python_settings_are_a_config_or_a_mapping() -> None:
+    with pytest.raises(ValueError, match=r"(?s)takes an OombConfig.*preset.yaml.*OOMB_CONFIG"):
+        Source.of_python("preset.yaml", "OombCallback(...)")  # type: ignore[arg-type]
+
+
+def test_enable_hears_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OOMB_CHUNK_TOKENS", "256")
+    model = oomb_accel.enable(tiny_model(), OombConfig(page_tokens=64))
+    assert "chunks     256 tokens, pages 64" in oomb_accel.banner(model)
+    oomb_accel.disable(model)
+    with pytest.raises(ValueError, match=r"(?s)chunk_tokens=128 in enable.*chunk_tokens=256 in OOMB_CHUNK_TOKENS"):
+        oomb_accel.enable(model, OombConfig(chunk_tokens=128, page_tokens=64))
+    monkeypatch.setenv("OOMB_BOGUS", "1")
+    with pytest.raises(ValueError, match="OOMB_BOGUS"):
+        oomb_accel.enable(tiny_model())

@@ -48,11 +48,11 @@ def test_windows_cost_their_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert windowed < 0.1 * step_minutes(tiny_model("mistral", sliding_window=None), document_tokens=1_000_000)
 
 
-def _set(rank: int, minutes: int | str, before: int) -> list[timedelta]:
+def _set(rank: int, minutes: int | str, before: int, after: int) -> list[timedelta]:
     dist.init_process_group("gloo", timeout=timedelta(minutes=before))
     groups = [dist.group.WORLD, dist.new_group([0], timeout=timedelta(minutes=before))]
     note = set_timeout(tiny_model(), OombConfig(timeout_minutes=minutes))  # type: ignore[arg-type]
-    assert note is not None and note.startswith("timeout ")
+    assert note is not None and note.startswith("timeout ") and f" {after} minutes" in note
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups if group is not None]
 
 
@@ -61,8 +61,26 @@ def _set(rank: int, minutes: int | str, before: int) -> list[timedelta]:
     [("auto", 10, MIN_MINUTES), ("auto", 600, 600), (45, 10, 45), (45, 600, 45)],
 )
 def test_every_group_of_the_process_is_set(minutes: int | str, before: int, after: int, tmp_path: Path) -> None:
-    (got,) = run_ranks(_set, minutes, before, folder=tmp_path, ranks=1)
+    (got,) = run_ranks(_set, minutes, before, after, folder=tmp_path, ranks=1)
     assert got == [timedelta(minutes=after)] * 2
+
+
+def _set_for_document(rank: int, tokens: int) -> timedelta:
+    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timeout, "_SLOW_CPU", 1e9)
+        patch.setattr(timeout, "_SLOW_GPU", 1e9)
+        model = tiny_model()
+        set_timeout(model, OombConfig(), document_tokens=tokens, micro_steps=2)
+        wanted = timedelta(minutes=step_minutes(model, document_tokens=tokens, micro_steps=2))
+    assert wanted > timedelta(minutes=MIN_MINUTES)
+    (group,) = dist.distributed_c10d._world.pg_map
+    got: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return got - wanted
+
+
+def test_the_longest_document_counts(tmp_path: Path) -> None:
+    assert run_ranks(_set_for_document, 1_000_000, folder=tmp_path, ranks=1) == [timedelta()]
 
 
 def test_without_processes_there_is_nothing_to_set() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import re
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +16,18 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 import oomb_accel
 from oomb_accel.integrations import step
 from oomb_accel.integrations.attachment import STATE, attachment_of
 from oomb_accel.integrations.callback import OombCallback
 from oomb_accel.integrations.trainer_checks import trainer_refusals
+from tests.distributed.ranks import RanksFailed, run_ranks
 from tests.harness.batches import Document, documents_of, packed, padded
 from tests.harness.models import tiny_model, with_lora
 from tests.harness.parity import config, reference
-from tests.harness.tolerance import assert_same_gradients, assert_same_total, assert_twice_plain
+from tests.harness.tolerance import assert_same_bits, assert_same_gradients, assert_same_total, assert_twice_plain
 
 LENGTHS = (60, 23, 41, 7, 52, 33, 60, 12)
 RATE = 0.05
@@ -424,3 +429,108 @@ def test_resume_gives_the_same_numbers(tmp_path: Path, workers: int, chunk: int,
     again = run(tmp_path / "again", str(tmp_path / "whole" / "checkpoint-2"), chunk)
     assert len(whole) == 4
     assert again == (whole if chunk == 16 else pytest.approx(whole, rel=1e-5))
+
+
+def saving_trainer(folder: Path, **settings: Any) -> Trainer:
+    """Saves after each of four steps."""
+    lora = settings.pop("lora", {})
+    arguments = {"max_steps": 4, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    model = with_lora(tiny_model(), **lora)
+    return make_trainer(model, folder, OombCallback(config()), **{**arguments, "optim": "adamw_torch", **settings})
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("lora", [{"target_modules": ["o_proj"]}, {"r": 8}, {"lora_alpha": 16}], ids=str)
+def test_an_adapter_of_another_run_is_not_resumed(tmp_path: Path, lora: dict[str, Any]) -> None:
+    saving_trainer(tmp_path, max_steps=1, lora={"target_modules": ["q_proj"]}).train()
+    other = saving_trainer(tmp_path, lora={"target_modules": ["q_proj"], **lora})
+    before = {name: p.detach().clone() for name, p in other.model.named_parameters()}  # type: ignore[union-attr]
+    for resume in (True, str(tmp_path / "checkpoint-1")):
+        with pytest.raises(ValueError, match="belongs to another model or adapter"):
+            other.train(resume_from_checkpoint=resume)
+    assert_same_bits({name: p.detach() for name, p in other.model.named_parameters()}, before)  # type: ignore[union-attr]
+
+
+def _killed_in_save(rank: int, folder: str, file: str, settings: dict[str, Any]) -> None:
+    """Killed when the third checkpoint's ``file`` is half written."""
+    plain_save, plain_json = torch.save, TrainerState.save_to_json
+
+    def kill(path: Path) -> None:
+        if path.name == file and path.parent.name == "checkpoint-3":
+            path.write_bytes(b"{")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def save(what: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        kill(Path(str(path)))
+        plain_save(what, path, *args, **kwargs)
+
+    def save_to_json(self: Any, path: str) -> None:
+        kill(Path(path))
+        plain_json(self, path)
+
+    setattr(torch, "save", save)  # noqa: B010
+    setattr(TrainerState, "save_to_json", save_to_json)  # noqa: B010
+    saving_trainer(Path(folder), **settings).train()
+
+
+@pytest.mark.parametrize("file", ["training_args.bin", "optimizer.pt", "trainer_state.json"])
+def test_a_save_that_is_killed_is_not_resumed(tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The last whole checkpoint is, also when only one may be kept, and the next save replaces the half one."""
+    settings = {"save_total_limit": 1}
+    whole = saving_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    folder = tmp_path / "killed"
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        run_ranks(_killed_in_save, str(folder), file, settings, folder=tmp_path, ranks=1)
+    assert (folder / "checkpoint-3").is_dir()
+    with pytest.raises(ValueError, match=r"(?s)checkpoint-3' is not whole.*did not end.*Resume from .*checkpoint-2'"):
+        saving_trainer(folder, **settings).train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    again = saving_trainer(folder, **settings)
+    with caplog.at_level(logging.WARNING, "oomb_accel"):
+        again.train(resume_from_checkpoint=True)
+    assert re.search(r"resumes from .*checkpoint-2\. Not whole: checkpoint-3 \(", caplog.text)
+    assert losses_of(again) == losses_of(whole)
+    assert [item.name for item in folder.iterdir()] == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize("content", [None, "{"], ids=["missing", "cut short"])
+def test_a_folder_without_the_trainer_state_is_skipped(tmp_path: Path, content: str | None) -> None:
+    """Also when it was saved without the callback, so that nothing marks it."""
+    trainer = saving_trainer(tmp_path, max_steps=2)
+    trainer.train()
+    for number in (2, 1):
+        state = tmp_path / f"checkpoint-{number}" / "trainer_state.json"
+        state.unlink() if content is None else state.write_text(content)
+        again = saving_trainer(tmp_path, max_steps=2, save_strategy="no")
+        if number == 2:
+            again.train(resume_from_checkpoint=True)
+            assert losses_of(again) == losses_of(trainer)
+    with pytest.raises(ValueError, match=r"(?s)No checkpoint in .*checkpoint-2.*trainer_state\.json.*checkpoint-1"):
+        again.train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match=r"(?s)checkpoint-2' is not whole.*trainer_state\.json.*without resume"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_checkpoints_are_those_of_a_plain_trainer(tmp_path: Path) -> None:
+    """The same files, the same old ones deleted, and the best one known by its path."""
+    settings: dict[str, Any] = {
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    listed, states = [], []
+    for name, callbacks in (("plain", []), ("ours", [OombCallback(config())])):
+        folder = tmp_path / name
+        arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, **settings}
+        trainer = make_trainer(with_lora(tiny_model()), folder, *callbacks, **arguments)
+        trainer.train()
+        listed.append(sorted(str(path.relative_to(folder)) for path in folder.rglob("*")))
+        states.append(json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text()))
+        assert Path(states[-1]["best_model_checkpoint"]).parent == folder
+        assert torch.load(folder / "checkpoint-4" / "training_args.bin", weights_only=False).save_total_limit == 2
+    assert listed[0] == listed[1]
+    assert states[0]["best_global_step"] == states[1]["best_global_step"]

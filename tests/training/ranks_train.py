@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,44 @@ def train_where_rank_1_is_blind(rank: int, settings: Settings) -> str:
         if rank == 1:
             patch.setattr("os.path.isdir", lambda path: ".oomb-" not in str(path) and is_folder(path))
         return train_and_be_refused(rank, settings)
+
+
+def train_and_stop(rank: int, settings: Settings, step: int) -> str:
+    """What the run prints when all ranks fail at the beginning of a step."""
+    one_step, printed = loop._one_step, io.StringIO()
+
+    def stop(run: Run, number: int, *rest: Any) -> None:
+        if number == step:
+            raise ZeroDivisionError
+        one_step(run, number, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setattr(loop, "_one_step", stop)
+        with pytest.raises(ZeroDivisionError):
+            loop.train(recipe_of(settings))
+    return printed.getvalue()
+
+
+def train_aloud(rank: int, settings: Settings) -> str:
+    """What the run prints."""
+    with redirect_stdout(io.StringIO()) as printed:
+        loop.train(recipe_of(settings))
+    return printed.getvalue()
+
+
+def train_and_tell_timeouts(rank: int, settings: Settings) -> list[dict[str, int]]:
+    """Train; what the loop asked of the timeouts."""
+    asked: list[dict[str, int]] = []
+    set_timeout = setup.set_timeout
+
+    def remember(*arguments: Any, **named: Any) -> str | None:
+        asked.append(named)
+        return set_timeout(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "set_timeout", remember)
+        loop.train(recipe_of(settings))
+    return asked
 
 
 def train_to_infinity(rank: int, settings: Settings, step: int) -> dict[str, Tensor]:

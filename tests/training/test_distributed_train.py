@@ -19,8 +19,11 @@ from tests.training.ranks_train import (
     Settings,
     Trained,
     launched,
+    train_aloud,
     train_and_be_refused,
     train_and_die,
+    train_and_stop,
+    train_and_tell_timeouts,
     train_recipe,
     train_to_infinity,
     train_where_rank_1_is_blind,
@@ -157,7 +160,7 @@ def test_another_kind_of_launch_is_refused(rows: Settings, tmp_path: Path) -> No
     rows |= {"save_steps": 2, "max_steps": 3}
     run_ranks(train_recipe, rows, folder=tmp_path, environment=launched(2))
     for stage, name in ((3, "DeepSpeed ZeRO 3"), (None, "DDP or in one process")):
-        again = rows | {"resume_from_checkpoint": "latest"}
+        again = rows | {"resume_from_checkpoint": "latest", "max_steps": 4}  # at 3 it would be done
         for text in run_ranks(train_and_be_refused, again, folder=tmp_path, environment=launched(stage)):
             assert "Go on under DeepSpeed ZeRO 2" in text and f"This run is under {name}" in text
 
@@ -173,6 +176,34 @@ def test_a_gradient_that_is_no_number_leaves_weights_alone(
     rows |= {"max_steps": 3, "output_dir": str(tmp_path / "infinite")}
     for weights in run_ranks(train_to_infinity, rows, 2, folder=tmp_path, environment=environment):
         assert_same_bits(weights, wanted.weights)
+
+
+def test_what_is_lost_without_save_steps_is_said(rows: Settings, tmp_path: Path) -> None:
+    """Several ranks cannot save when one of them fails: said before, and when it happens."""
+    said, _ = run_ranks(train_and_stop, rows, 3, folder=tmp_path, environment=launched(None))
+    assert "save_steps is 0" in said
+    assert "2 steps were finished, but nothing was saved: set save_steps" in said
+    assert "no step was finished" not in said
+    rows |= {"save_steps": 2, "overwrite_output_dir": True}
+    said, _ = run_ranks(train_and_stop, rows, 3, folder=tmp_path, environment=launched(None))
+    assert "save_steps is 0" not in said and "the last save is" in said and "checkpoint-2" in said
+
+
+def test_a_finished_run_is_not_trained_again(rows: Settings, tmp_path: Path) -> None:
+    rows |= {"save_steps": 2, "max_steps": 3}
+    for stage, words in ((2, "done: 3 steps"), (2, "is done: 3 of 3 steps")):
+        said, _ = run_ranks(train_aloud, rows, folder=tmp_path, environment=launched(stage))
+        assert words in said
+        rows |= {"resume_from_checkpoint": "latest"}
+    assert "step 3/3" not in said
+
+
+@pytest.mark.parametrize("stage", [None, 2])
+def test_ranks_wait_for_the_longest_document(rows: Settings, tmp_path: Path, stage: int | None) -> None:
+    """Not for one of the trained range; by their number in a step, however it is made up."""
+    rows |= {"max_steps": 1, "per_device_train_batch_size": 2}
+    for asked in run_ranks(train_and_tell_timeouts, rows, folder=tmp_path, environment=launched(stage)):
+        assert asked[-1] == {"document_tokens": max(LENGTHS) + 1, "micro_steps": 4}
 
 
 def test_an_output_folder_that_is_not_shared_is_refused(rows: Settings, tmp_path: Path) -> None:
@@ -194,6 +225,7 @@ class Said:
     [
         Said({"gradient_clipping": 0.3}, ("max_grad_norm=1.0 in the recipe", "gradient_clipping=0.3 in", "ds.json")),
         Said({"gradient_accumulation_steps": 8}, ("gradient_accumulation_steps=2 in the recipe", "=8 in")),
+        Said({"gradient_accumulation_steps": 1}, ("gradient_accumulation_steps=2 in the recipe", "=1 in", "ds.json")),
         Said({"train_micro_batch_size_per_gpu": 4}, ("per_device_train_batch_size=1", '"auto"')),
         Said({"train_batch_size": 7}, ("batch size x accumulation x ranks=4", "train_batch_size=7")),
         Said({"optimizer": {"type": "AdamW"}}, ("sets the optimizer", "Remove optimizer")),

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from oomb_accel.cli import main
 from oomb_accel.training import train
-from oomb_accel.training.folder import PROGRESS
+from oomb_accel.training.folder import PROGRESS, RunFolder
 from tests.distributed.ranks import RanksFailed, run_ranks
 from tests.harness.tolerance import assert_same_bits, assert_same_gradients
 from tests.training.ranks_train import Settings, launched, recipe_of, train_and_die
@@ -107,6 +108,59 @@ def test_an_interrupt_saves_what_it_takes_to_go_on(
     train(recipe_of(rows | {"resume_from_checkpoint": "latest"}))
     assert metrics(rows["output_dir"]) == metrics(whole_run["output_dir"])
     assert_same_bits(adapter(rows["output_dir"]), adapter(whole_run["output_dir"]))
+
+
+@pytest.mark.parametrize("written", ["nothing", "a part", "all"])
+def test_an_error_behind_a_step_loses_nothing_of_it(
+    rows: Settings, whole_run: Settings, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    """The step is done: its row, and the random generators behind it, belong to the checkpoint."""
+    log = RunFolder.log
+
+    def fail(folder: RunFolder, row: dict[str, Any]) -> None:
+        if row["step"] != 3 or failed:
+            return log(folder, row)
+        failed.append(row)
+        if written == "all":
+            log(folder, row)
+        elif written == "a part":
+            with (folder.path / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 3, "ep')
+        raise OSError("no space left")
+
+    failed: list[dict[str, Any]] = []
+    monkeypatch.setattr(RunFolder, "log", fail)
+    with pytest.raises(OSError, match="no space"):
+        train(recipe_of(rows))
+    assert metrics(rows["output_dir"]) == metrics(whole_run["output_dir"])[:3]
+    train(recipe_of(rows | {"resume_from_checkpoint": "latest"}))
+    assert metrics(rows["output_dir"]) == metrics(whole_run["output_dir"])
+    assert_same_bits(adapter(rows["output_dir"]), adapter(whole_run["output_dir"]))
+
+
+@pytest.mark.parametrize("save_steps", [2, 0])
+def test_a_finished_run_is_not_trained_again(
+    rows: Settings, write_recipe: Any, capsys: pytest.CaptureFixture[str], save_steps: int
+) -> None:
+    """Also without a checkpoint; but another number of steps, or other data, is another run."""
+    out = Path(rows["output_dir"])
+    rows |= {"save_steps": save_steps, "max_steps": 3}
+    done = train(recipe_of(rows))
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert main(["train", str(write_recipe(rows)), "--resume_from_checkpoint", "latest"]) == 0
+    printed = capsys.readouterr().out
+    assert "is done: 3 of 3 steps" in printed and "step 3/3" not in printed.split("is done")[1]
+    assert train(recipe_of(rows | {"resume_from_checkpoint": "latest"})) == done
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    again = rows | {"resume_from_checkpoint": "latest"}
+    if save_steps:
+        assert train(recipe_of(again | {"max_steps": 4})).steps == 4
+        return
+    Path(rows["data_path"]).write_text('{"text": "something else"}')
+    for changes in ({"max_steps": 4}, {}):
+        with pytest.raises(ValueError, match="holds another run"):
+            train(recipe_of(again | changes))
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 
 
 def test_other_chunks_and_other_micro_steps(rows: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
