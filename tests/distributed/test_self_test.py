@@ -50,11 +50,14 @@ def _nothing_put_aside() -> None:
 FAULTS = {"only the last pass": _only_the_last_pass, "nothing put aside": _nothing_put_aside}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}, {"offload": True}], ids=["fp32", "bf16", "offload"])
-def test_chunks_add_up(tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
-    if more.get("offload") and stage == 0:
-        pytest.skip("ZeRO 0 has no offload")
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "offload": {"offload": True}}
+CASES = [(stage, name) for stage in range(4) for name in PRECISIONS if (stage, name) != (0, "offload")]
+"""ZeRO 0 has no offload."""
+
+
+@pytest.mark.parametrize(("stage", "name"), CASES)
+def test_chunks_add_up(tmp_path: Path, stage: int, name: str) -> None:
+    more = PRECISIONS[name]
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": "auto"}
     if more.get("offload"):
         zero["offload_optimizer"] = {"device": "cpu"}

@@ -15,12 +15,12 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from oomb_accel import OombConfig
-from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.integrations.callback import OombCallback
 from tests.harness.batches import Document, documents_of, packed, padded
 from tests.harness.folders import BYTES, byte_tokenizer
 from tests.harness.models import tiny_model, with_lora
 from tests.harness.parity import config
+from tests.harness.watch import Watch
 
 LENGTHS = (100, 9, 61, 12, 80, 5, 33, 70, 47, 16, 90, 21, 64, 3, 50, 18)
 EVALUATED = (70, 9, 24, 55)
@@ -89,19 +89,6 @@ class Rows(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": self.documents[index].ids, "labels": self.documents[index].labels}
-
-
-class Watch(TrainerCallback):
-    """Counts chunk passes; stands behind OombCallback in the list."""
-
-    def __init__(self) -> None:
-        self.chunks = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        attachment_of(kwargs["model"]).on_chunk = self._count
-
-    def _count(self, event: Any) -> None:
-        self.chunks += event.num_chunks > 1
 
 
 def run_job(rank: int, job: TrainerJob) -> Trained:

@@ -21,6 +21,7 @@ from tests.harness.folders import BYTES, byte_tokenizer
 from tests.harness.models import tiny_model, with_lora
 from tests.harness.parity import config
 from tests.harness.tolerance import assert_same_gradients, assert_same_values, assert_twice_plain
+from tests.harness.watch import Watch
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
@@ -46,19 +47,6 @@ def conversations(*turns: tuple[int, int]) -> Any:
         messages = [{"role": "user", "content": "q" * asked}, {"role": "assistant", "content": "answer " * answered}]
         rows.append({"messages": [*messages, *messages]})
     return datasets.Dataset.from_list(rows)
-
-
-class Watch(TrainerCallback):
-    """Counts chunk passes; stands behind OombCallback in the list."""
-
-    def __init__(self) -> None:
-        self.chunks = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        attachment_of(kwargs["model"]).on_chunk = self._count
-
-    def _count(self, event: Any) -> None:
-        self.chunks += event.num_chunks > 1
 
 
 @pytest.fixture(autouse=True)

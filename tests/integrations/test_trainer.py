@@ -28,6 +28,7 @@ from tests.harness.batches import Document, documents_of, packed, padded
 from tests.harness.models import tiny_model, with_lora
 from tests.harness.parity import config, reference
 from tests.harness.tolerance import assert_same_bits, assert_same_gradients, assert_same_total, assert_twice_plain
+from tests.harness.watch import Watch
 
 LENGTHS = (60, 23, 41, 7, 52, 33, 60, 12)
 RATE = 0.05
@@ -88,19 +89,6 @@ def make_trainer(model: nn.Module, folder: Path, *callbacks: TrainerCallback, **
         callbacks=list(callbacks),
         **{"data_collator": right_padded, **special},
     )
-
-
-class Watch(TrainerCallback):
-    """Counts chunk passes; stands behind OombCallback in the list."""
-
-    def __init__(self) -> None:
-        self.chunks = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        attachment_of(kwargs["model"]).on_chunk = self._count
-
-    def _count(self, event: Any) -> None:
-        self.chunks += event.num_chunks > 1
 
 
 @pytest.fixture(autouse=True)
