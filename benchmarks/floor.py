@@ -10,7 +10,9 @@ ATTENTION_BACKWARD = 2.5
 """Attention's backward over its forward: five matrix products instead of two."""
 
 
-def floor_seconds(shape: dict[str, Any], tokens: int, chunk_tokens: int, side: str) -> float:
+def floor_seconds(
+    shape: dict[str, Any], tokens: int, chunk_tokens: int, side: str, selected_tokens: int | None = None
+) -> float:
     """Floor of one step: forward, recompute and input gradients; with LoRA the adapters themselves are not counted.
 
     Args:
@@ -18,6 +20,7 @@ def floor_seconds(shape: dict[str, Any], tokens: int, chunk_tokens: int, side: s
         side: ``peer...`` recomputes everything; ``oomb`` all but the last chunk, and not attention where outputs
             are kept (sides without ``no-kept`` in their name are counted as if all were). ``full`` adds the gradients
             of all weights.
+        selected_tokens: with sparse attention, the earlier tokens that a token attends to beyond its own chunk.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     head_dim = hidden // shape["num_attention_heads"]
@@ -25,13 +28,18 @@ def floor_seconds(shape: dict[str, Any], tokens: int, chunk_tokens: int, side: s
     weights = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * shape["intermediate_size"])
     weights += shape["vocab_size"] * hidden
     linear = 2 * weights * tokens
-    attention = 2 * hidden * layers * tokens**2  # causal: half of four times
     last = min(chunk_tokens, tokens)
+    if selected_tokens is None:
+        attention = 2 * hidden * layers * tokens**2  # causal: half of four times
+        repeated_attention = ((tokens - last) / tokens) ** 2
+    else:
+        attention = 4 * hidden * layers * tokens * (last / 2 + selected_tokens)
+        repeated_attention = 1 - last / tokens
     if side.startswith("peer"):
         repeated, attended_again = 1.0, 1.0
     else:
         repeated = 1 - last / tokens
-        attended_again = ((tokens - last) / tokens) ** 2 if "no-kept" in side else 0.0
+        attended_again = repeated_attention if "no-kept" in side else 0.0
     weight_gradients = 1.0 if "full" in side else 0.0
     flops = linear * (2 + repeated + weight_gradients) + attention * (1 + ATTENTION_BACKWARD + attended_again)
     return flops / FLOPS_PER_SECOND

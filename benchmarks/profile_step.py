@@ -15,6 +15,8 @@ from benchmarks.whole_step import _step, _switch_on
 from oomb_accel.integrations.support import base_model_of
 
 GROUPS = {
+    "selected pages": ("page_forward", "page_dq", "page_dkv", "page_reduce"),
+    "selection": ("index_mark", "index_gather", "index_unit", "mass_kernel", "partial_lse", "top_pages"),
     "attention": ("cudnn", "flash", "fmha", "sdpa"),
     "gemm": ("gemm", "nvjet", "cutlass", "xmma", "splitk"),
     "pages": ("store_pages", "load_pages", "accumulate", "merge", "page"),

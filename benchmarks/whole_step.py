@@ -28,6 +28,11 @@ SIDES: dict[str, dict[str, Any]] = {
     "oomb-no-kept": dict(keep_outputs=False),
     "oomb-bf16-grads": dict(keep_outputs="auto", page_grad_dtype="bfloat16"),
     "oomb-bf16-grads-no-kept": dict(keep_outputs=False, page_grad_dtype="bfloat16"),
+    **{
+        f"oomb-sparse-{top_k}{suffix}": dict(attention="sparse", top_k=top_k, page_grad_dtype="bfloat16", **settings)
+        for top_k in (16, 32, 64)
+        for suffix, settings in (("", dict(keep_outputs="auto")), ("-no-kept", dict(keep_outputs=False)))
+    },
     "peer": {},
     "peer-offload": {},
     "peer-offload-no-autocast": {},
@@ -47,7 +52,7 @@ def whole_step(
         ids = torch.randint(0, vocab, (1, tokens), device=device, generator=torch.Generator(device).manual_seed(tokens))
         for side in sides:
             row = Row("whole_step", side, tokens, note="" if liger else "without liger")
-            row.floor_seconds = floor_seconds(SHAPES[shape], tokens, chunk_tokens, side)
+            row.floor_seconds = floor_seconds(SHAPES[shape], tokens, chunk_tokens, side, _selected_tokens(side))
             row.details = {"shape": shape, "chunk_tokens": chunk_tokens, "timed_steps": timed}
             undo = _switch_on(model, side, chunk_tokens)
             try:
@@ -61,6 +66,14 @@ def whole_step(
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
             yield row
+
+
+def _selected_tokens(side: str) -> int | None:
+    """Earlier tokens that a token of a sparse side attends to beyond its own chunk."""
+    if "sparse" not in side:
+        return None
+    config = OombConfig(**SIDES[side])
+    return (config.top_k + config.sink_pages + config.recent_pages) * config.page_tokens
 
 
 def _switch_on(model: PeftModel, side: str, chunk_tokens: int) -> Callable[[], None]:

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Auto = Literal["auto"]
+SPARSE_SETTINGS = (
+    *("top_k", "q_block", "sink_pages", "recent_pages", "dense_layers"),
+    *("select_per", "page_budget", "causal_selection"),
+)
+"""Settings that have a meaning with ``attention="sparse"`` only."""
 
 
 class _Given:
@@ -46,8 +51,36 @@ class OombConfig(_Given):
     page_tokens: int = 128
     """Tokens per KV page. A chunk ends on a page border, so it must be at least one page long."""
 
-    attention: Literal["dense"] = "dense"
-    """``"dense"`` is exact full attention."""
+    attention: Literal["dense", "sparse"] = "dense"
+    """``"dense"`` is exact full attention. ``"sparse"`` attends, beside the own chunk, to the ``top_k`` best pages of a
+    document's past, wherever gradients are enabled; without them (evaluation) attention is dense, as a model is served.
+    The settings up to ``causal_selection`` belong to it."""
+
+    top_k: int = 64
+    """Earlier pages that each block of queries selects, on top of sinks and recent pages."""
+
+    q_block: Literal[64, 128] = 128
+    """Consecutive queries that share a selection."""
+
+    sink_pages: int = 1
+    """First pages of a document that everybody attends to, unselected."""
+
+    recent_pages: int = 4
+    """Last pages before the chunk that everybody in it attends to, unselected."""
+
+    dense_layers: tuple[int, ...] = ()
+    """Layers that attend to everything all the same: numbers from 0, or negative ones from the end."""
+
+    select_per: Literal["kv_head", "layer"] = "kv_head"
+    """Who shares a selection: the query heads of one KV head, or all heads of a layer."""
+
+    page_budget: int | None = None
+    """Most distinct pages that the lists of a chunk may name, per layer and KV head; at least ``top_k``. None is no
+    bound."""
+
+    causal_selection: bool = False
+    """Each block selects with the queries of the block before it, so that no token has a part in choosing the pages
+    of an earlier one. Otherwise the queries of a block choose together."""
 
     backend: Literal["auto", "cudnn", "flash", "torch"] = "auto"
     """Kernel library for attention. ``"auto"`` takes the fastest one that supports the layer."""
@@ -87,8 +120,8 @@ class OombConfig(_Given):
     a step on the longest document, and never shortens what is set already."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), _TYPES[field.name])
+        for name in _TYPES:
+            object.__setattr__(self, name, checked_setting(name, getattr(self, name)))
         for name in ("chunk_tokens", "page_tokens", "span_tokens", "timeout_minutes"):
             if getattr(self, name) != "auto" and getattr(self, name) < 1:
                 raise ValueError(
@@ -107,11 +140,27 @@ class OombConfig(_Given):
                 f"  Got span_tokens={self.span_tokens} with page_tokens={self.page_tokens}.\n"
                 f"  Set span_tokens={max(self.page_tokens, _default('span_tokens'))}."
             )
+        self._check_sparse()
         if self.deterministic and self.backend == "cudnn":
             raise ValueError(
                 "backend='cudnn' has no deterministic backward.\n"
                 "  Got backend='cudnn' with deterministic=True.\n"
                 "  Set backend='auto' (takes flash on the GPU) or deterministic=False."
+            )
+
+    def _check_sparse(self) -> None:
+        """Ranges of the settings of sparse attention, whether or not it is on."""
+        for name, least in (("top_k", 1), ("sink_pages", 0), ("recent_pages", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"{name} must be at least {least}.\n  Got {name}={getattr(self, name)}.\n"
+                    f"  Set {name}={_default(name)} (the default)."
+                )
+        if self.page_budget is not None and self.page_budget < self.top_k:
+            raise ValueError(
+                "The pages that one block selects must fit the budget of its chunk.\n"
+                f"  Got page_budget={self.page_budget} with top_k={self.top_k}.\n"
+                f"  Set page_budget={self.top_k} or more, or leave it out for no bound."
             )
 
     @classmethod
@@ -136,7 +185,7 @@ class OombConfig(_Given):
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as plain values, for JSON or yaml."""
-        return dataclasses.asdict(self)
+        return {name: plain_value(getattr(self, name)) for name in _TYPES}
 
 
 def unknown_key_message(key: str, known: list[str], place: str) -> str:
@@ -146,28 +195,32 @@ def unknown_key_message(key: str, known: list[str], place: str) -> str:
     return f"Unknown key {key!r} in {place}.\n  {remedy}"
 
 
-def check_setting(name: str, value: object) -> None:
-    """Refuse a value of the wrong type, before it is known which other settings stand beside it.
+def checked_setting(name: str, value: Any) -> Any:
+    """The value of a setting as `OombConfig` holds it: a list becomes a tuple. Which other settings stand beside it is
+    not looked at.
 
     Raises:
         ValueError: the value is not allowed for this setting.
     """
-    _check_type(name, value, _TYPES[name])
+    expected = _TYPES[name]
+    options = typing.get_args(expected) if _is_union(expected) else (expected,)
+    value = tuple(value) if isinstance(value, list) else value
+    if any(_fits(value, option) for option in options):
+        return value
+    wanted = " or ".join(_spell(option) for option in options)
+    raise ValueError(
+        f"{name} has a value that is not allowed.\n  Got {name}={plain_value(value)!r} ({type(value).__name__}).\n"
+        f"  Allowed: {wanted}."
+    )
+
+
+def plain_value(value: Any) -> Any:
+    """A setting's value as JSON and yaml write it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _default(name: str) -> Any:
     return OombConfig.__dataclass_fields__[name].default
-
-
-def _check_type(name: str, value: object, expected: Any) -> None:
-    options = typing.get_args(expected) if _is_union(expected) else (expected,)
-    if any(_fits(value, option) for option in options):
-        return
-    wanted = " or ".join(_spell(option) for option in options)
-    raise ValueError(
-        f"{name} has a value that is not allowed.\n  Got {name}={value!r} ({type(value).__name__}).\n"
-        f"  Allowed: {wanted}."
-    )
 
 
 def _is_union(expected: Any) -> bool:
@@ -176,14 +229,17 @@ def _is_union(expected: Any) -> bool:
 
 def _fits(value: object, option: Any) -> bool:
     if typing.get_origin(option) is Literal:
-        return isinstance(value, str) and value in typing.get_args(option)
+        return any(type(value) is type(choice) and value == choice for choice in typing.get_args(option))
+    if typing.get_origin(option) is tuple:
+        return isinstance(value, tuple) and all(type(item) is int for item in value)
     return type(value) is option
 
 
 def _spell(option: Any) -> str:
     if typing.get_origin(option) is Literal:
         return " or ".join(repr(choice) for choice in typing.get_args(option))
-    return {bool: "True or False", int: "a whole number"}[option]
+    words = {bool: "True or False", int: "a whole number", types.NoneType: "None"}
+    return words.get(option, "a list of whole numbers")
 
 
 _TYPES: dict[str, Any] = typing.get_type_hints(OombConfig)
@@ -200,6 +256,13 @@ def _naming_unknown_settings(init: Callable[..., None]) -> Callable[..., None]:
         init(self, **settings)
         if len(settings) < len(_TYPES):  # all of them: a copy, by dataclasses.replace for one
             object.__setattr__(self, "_written", frozenset(settings))
+        unused = [name for name in SPARSE_SETTINGS if name in self.given]
+        if self.attention != "sparse" and unused:
+            raise ValueError(
+                f"{unused[0]} has no meaning with dense attention.\n"
+                f"  Got {unused[0]}={plain_value(getattr(self, unused[0]))!r} with attention={self.attention!r}.\n"
+                f"  Set attention='sparse', or leave {', '.join(unused)} out."
+            )
 
     return checked
 

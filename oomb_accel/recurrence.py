@@ -3,12 +3,12 @@
 The stream is cut into chunks (`schedule.py`). Two sweeps:
 
 1. Forward sweep, left to right, without gradients. Each chunk runs through the whole model; its attention layers
-   keep K and V of the chunk in pages and attend to all earlier pages. What comes out is the log-probability of
-   each target. Everything else is forgotten.
-2. Backward sweep, right to left. Each chunk runs again, now with gradients, against the same pages. Its backward
-   adds dK and dV of earlier tokens to *their* pages. When the sweep reaches a chunk, all later chunks have left
-   their share in its pages, and its attention layers return that share together with their own dK and dV. So
-   the gradient of every chunk is complete, and its pages can go.
+   keep K and V of the chunk in pages and attend to all earlier pages, or to those that they select. What comes out
+   is the log-probability of each target. Everything else is forgotten.
+2. Backward sweep, right to left. Each chunk runs again, now with gradients, against the same pages and selections.
+   Its backward adds dK and dV of earlier tokens to *their* pages. When the sweep reaches a chunk, all later chunks
+   have left their share in its pages, and its attention layers return that share together with their own dK and dV.
+   So the gradient of every chunk is complete, and its pages can go.
 
 From outside it is one differentiable function of the trainable parameters: one forward, one backward. Dropout
 draws the same masks in both sweeps. (OOMB, arXiv 2602.02108, Algorithm 1; the sweep order is SeCO's.)
@@ -24,10 +24,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from oomb_accel.attention import AttentionSettings, ChunkPass, Sweep
+from oomb_accel.chunk_pass import AttentionSettings, ChunkPass, Sweep
 from oomb_accel.gradients import StepGradients
 from oomb_accel.keep import ActivationMeter
-from oomb_accel.pages import PagedKVCache
+from oomb_accel.memory import StreamMemory
 from oomb_accel.progress import ChunkEvent
 from oomb_accel.rng import RngState, forked_rng
 from oomb_accel.schedule import Chunk, ChunkSchedule
@@ -68,7 +68,7 @@ class DummyPasses:
     count: int
     model: ChunkModel
     chunk: Chunk
-    cache: PagedKVCache
+    memory: StreamMemory
 
 
 def run_recurrence(recurrence: ChunkRecurrence, gradients: StepGradients, embeds_1TD: Tensor | None) -> Tensor:
@@ -132,8 +132,7 @@ class ChunkRecurrence:
     Args:
         model: runs one chunk.
         schedule: of the stream; may be without chunks when there are dummy passes.
-        cache: empty, for this stream.
-        kept_chunks: chunks whose attention outputs are kept for the backward sweep.
+        memory: empty, for this stream.
         dummies: passes that other ranks wait for.
     """
 
@@ -141,19 +140,17 @@ class ChunkRecurrence:
         self,
         model: ChunkModel,
         schedule: ChunkSchedule,
-        cache: PagedKVCache,
+        memory: StreamMemory,
         settings: RecurrenceSettings,
-        kept_chunks: frozenset[int],
         dummies: DummyPasses,
         device: torch.device,
     ) -> None:
         self._model = model
         self._schedule = schedule
-        self._cache = cache
+        self._memory = memory
         self._settings = settings
         self._dummies = dummies
         self._device = device
-        self._kept: dict[int, dict[int, tuple[Tensor, Tensor]]] = {index: {} for index in kept_chunks}
         self._rng: dict[int, RngState] = {}
         self._last_graph: tuple[Tensor, Tensor | None] | None = None
         self._fingerprint: dict[str, object] = {}
@@ -228,8 +225,7 @@ class ChunkRecurrence:
             del log_probs_N, leaf_1TD
             if embeds_grad is not None and grad is not None:
                 embeds_grad[:, chunk.start : chunk.end] = grad
-            self._kept.pop(chunk.index, None)
-            self._cache.release(chunk)
+            self._memory.release(chunk)
             self._report("backward", done, self._schedule.num_tokens - chunk.start)
         return embeds_grad
 
@@ -261,13 +257,12 @@ class ChunkRecurrence:
     def _run_dummy(self, sweep: Sweep) -> Tensor:
         """No log-probabilities, ``[0]``; with gradients enabled they hang on every parameter."""
         dummies, settings = self._dummies, self._settings
-        run = ChunkPass(dummies.chunk, sweep, dummies.cache, settings.attention, settings.windows)
+        run = ChunkPass(dummies.chunk, sweep, dummies.memory, settings.attention, settings.windows)
         with forked_rng(self._device):
             return self._call(dummies.model, run, None)
 
     def _run(self, chunk: Chunk, sweep: Sweep, embeds_1TD: Tensor | None) -> Tensor:
-        settings, kept = self._settings, self._kept.get(chunk.index)
-        run = ChunkPass(chunk, sweep, self._cache, settings.attention, settings.windows, kept)
+        run = ChunkPass(chunk, sweep, self._memory, self._settings.attention, self._settings.windows)
         return self._call(self._model, run, embeds_1TD)
 
     def _call(self, model: ChunkModel, run: ChunkPass, embeds_1TD: Tensor | None) -> Tensor:

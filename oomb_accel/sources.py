@@ -12,7 +12,6 @@ import difflib
 import importlib.util
 import json
 import os
-import types
 import typing
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,8 @@ from typing import Any, Literal
 
 import yaml
 
-from oomb_accel.config import OombConfig, check_setting, unknown_key_message
+from oomb_accel.config import OombConfig, checked_setting, plain_value, unknown_key_message
+from oomb_accel.setting_text import value_of_text
 
 BLOCK = "oomb"
 """Name of the block in a DeepSpeed config and in recipes."""
@@ -33,7 +33,6 @@ LAUNCHED_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _PREFIX = "OOMB_"
 _OTHER_VARIABLES = frozenset({PRESET_VARIABLE, "OOMB_PYTHON", "OOMB_TORCH_INDEX", "OOMB_ALLOW_CUDA_TORCH"})
 _SETTINGS: dict[str, Any] = typing.get_type_hints(OombConfig)
-_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 Kind = Literal["python", "flag", "yaml", "json"]
 _ORDER: tuple[Kind, ...] = ("json", "yaml", "flag", "python")
@@ -41,7 +40,7 @@ _ORDER: tuple[Kind, ...] = ("json", "yaml", "flag", "python")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Settings from one place; checked one by one when the object is made.
+    """Settings from one place; checked one by one when the object is made, and then held as `OombConfig` holds them.
 
     Raises:
         ValueError: an unknown setting, or a value of the wrong type.
@@ -56,13 +55,15 @@ class Source:
 
     def __post_init__(self) -> None:
         where = f"the {BLOCK} block of {self.place}" if self.kind == "json" else self.place
+        checked = {}
         for name, value in self.values.items():
             if name not in _SETTINGS:
                 raise ValueError(unknown_key_message(str(name), list(_SETTINGS), where))
             try:
-                check_setting(name, value)
+                checked[name] = checked_setting(name, value)
             except ValueError as error:
                 raise ValueError(f"In {where}: {error}{_why_not_auto(name, value)}") from None
+        object.__setattr__(self, "values", checked)
 
     def place_of(self, name: str) -> str:
         """The place that a message names for this setting."""
@@ -94,7 +95,7 @@ class Resolved:
 
     def block(self) -> ResolvedBlock:
         """What a DeepSpeed config should hold: the settings without ``"auto"``, which Accelerate would refuse."""
-        values = {name: getattr(self.config, name) for name in self.origins}
+        values = {name: plain_value(getattr(self.config, name)) for name in self.origins}
         block = ResolvedBlock({"enabled": self.config.enabled})
         block.update({name: value for name, value in values.items() if value != "auto"})
         block.sources = self.sources
@@ -121,7 +122,10 @@ def resolve(*sources: Source) -> Resolved:
                 earlier, old = chosen[name]
                 if source.kind != "flag" or earlier.kind == "flag":
                     raise ValueError(_contradiction(name, (earlier, old), (source, value)))
-                overrides.append(f"{name}={value} ({source.place_of(name)}) replaces {old} ({earlier.place_of(name)})")
+                overrides.append(
+                    f"{name}={plain_value(value)} ({source.place_of(name)}) replaces {plain_value(old)} "
+                    f"({earlier.place_of(name)})"
+                )
             chosen[name] = (source, value)
     values = {name: value for name, (_, value) in chosen.items()}
     origins = {name: source.place_of(name) for name, (source, _) in chosen.items()}
@@ -192,21 +196,10 @@ def from_text(name: str, text: str, place: str) -> Any:
     """
     if name not in _SETTINGS:
         raise ValueError(unknown_key_message(name, list(_SETTINGS), place))
-    hint = _SETTINGS[name]
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    value: Any = text
-    for option in typing.get_args(hint) if is_union else (hint,):
-        if option is bool and text.lower() in (*_TRUE, *_FALSE):
-            value = text.lower() in _TRUE
-            break
-        if option is int and text.strip().replace("_", "").lstrip("-").isdigit():
-            value = int(text)
-            break
     try:
-        check_setting(name, value)
+        return checked_setting(name, value_of_text(text, _SETTINGS[name]))
     except ValueError as error:
         raise ValueError(f"In {place}: {error}") from None
-    return value
 
 
 def from_yaml(path: str | os.PathLike[str]) -> Source:
@@ -335,6 +328,7 @@ def _place_of(config: object, values: Mapping[str, Any]) -> str:
 
 def _contradiction(name: str, earlier: tuple[Source, Any], later: tuple[Source, Any]) -> str:
     (first, old), (second, new) = later, earlier  # the stronger place first
+    old, new = plain_value(old), plain_value(new)
     return (
         f"{name} is set in two places, with different values.\n"
         f"  Got {name}={old!r} in {first.place_of(name)}, and {name}={new!r} in {second.place_of(name)}.\n"
@@ -345,14 +339,15 @@ def _contradiction(name: str, earlier: tuple[Source, Any], later: tuple[Source, 
 def _why_not_auto(name: str, value: object) -> str:
     if value != "auto":
         return ""
-    default = OombConfig.__dataclass_fields__[name].default
+    default = plain_value(OombConfig.__dataclass_fields__[name].default)
     return f'\n  "auto" is not resolved for {name}: set {json.dumps(default)} (the default), or leave {name} out.'
 
 
 def _notes(values: Mapping[str, Any], origins: Mapping[str, str], overrides: list[str]) -> tuple[str, ...]:
     """Banner lines: what was set where, what was replaced, and what is chosen later."""
     given = [
-        ", ".join(f"{name}={value}" for name, value in values.items() if origins[name] == place) + f" ({place})"
+        ", ".join(f"{name}={plain_value(value)}" for name, value in values.items() if origins[name] == place)
+        + f" ({place})"
         for place in dict.fromkeys(origins.values())
     ]
     notes = [f"settings   {', '.join(given) or 'the defaults'}"]

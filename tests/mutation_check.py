@@ -32,6 +32,87 @@ ONE_PROCESS = (
 )
 TWO_RANKS = ("tests/cases/test_case_12.py", "-k", "(zero2 or zero3) and not offload")
 """Needs DeepSpeed."""
+SPARSE = (
+    "tests/cases/test_case_06.py",
+    "tests/cases/test_case_15.py",
+    "-k",
+    "selected or masked or replay or evaluation or settings or banner",
+)
+PAGE_ATTENTION = ("tests/kernels/test_page_attention.py", "-k", "interpreted")
+PAGE_GRADIENTS = (
+    "tests/kernels/test_page_gradients.py",
+    "tests/kernels/test_page_attention.py",
+    "-k",
+    "interpreted or definition",
+)
+PAGE_INDEX = ("tests/kernels/test_page_index.py", "-k", "interpreted or public")
+_PAGE_FAULTS = {
+    ("page_forward.py", PAGE_ATTENTION): {
+        "forward: padding of a list attended to": (
+            "    num_steps = tl.load(counts + list_number) * (P // BLOCK_N)",
+            "    num_steps = list_room * (P // BLOCK_N)",
+        ),
+        "forward: every row tile takes its own list": (
+            "    block = first // Q_BLOCK",
+            "    block = tl.minimum(tl.program_id(1), num_blocks - 1)",
+        ),
+        "forward: first rows of a page again and again": ("(step % SUBS) * BLOCK_N", "0"),
+        "forward: sums not rescaled when scores grow": ("            total *= rescale", "            pass"),
+        "forward: output not rescaled when scores grow": ("            acc *= rescale[:, None]", "            pass"),
+        "forward: weights that overflow beside the others kept": ("0, 1), 0) == 1:", "0, 1), 0) == 2:"),
+        "forward: LSE in base 2": ("(top + tl.log2(safe)) * 0.6931471805599453", "top + tl.log2(safe)"),
+    },
+    ("page_backward.py", PAGE_GRADIENTS): {
+        "dQ: what other keys contribute dropped": (
+            "        acc += tl.load(other_at",
+            "        acc += 0 * tl.load(other_at",
+        ),
+        "dQ: every row tile takes its own list": (
+            "num_blocks + first // Q_BLOCK",
+            "num_blocks + tl.minimum(tl.program_id(1), num_blocks - 1)",
+        ),
+        "dQ: derivative of the soft cap missing": (
+            "        ds = p * (dp - row_delta[:, None])\n        if SOFTCAP:",
+            "        ds = p * (dp - row_delta[:, None])\n        if False:",
+        ),
+        "dK: derivative of the soft cap missing": (
+            "ds = p * (dp - row_delta[None, :])\n                if SOFTCAP:",
+            "ds = p * (dp - row_delta[None, :])\n                if False:",
+        ),
+        "dK: scale missing": ("        dk *= scale", "        pass"),
+        "dK, dV: one query head of a group only": (
+            "group * GROUP + step // TILES",
+            "group * GROUP + step // TILES * 0",
+        ),
+        "dK, dV: a unit runs into the next one": ("tl.minimum(count, (number + 1) * max_blocks)", "count"),
+        "dK, dV: units of a cut page overwrite each other": ("// max_blocks + number", "// max_blocks"),
+        "dK, dV: first unit of a cut page left out": (
+            "        for _ in range(num_units):",
+            "        for _ in range(1, num_units):",
+        ),
+        "dK: what lies in the record is lost": (
+            "    dk += tl.load(record + tile, mask=inside, other=0.0).to(tl.float32)",
+            "    dk += 0.0",
+        ),
+        "dK: rounded to nearest": ("round_to_bfloat16(dk, draw & 0xFFFF)", "round_to_bfloat16(dk, draw * 0 + 0x8000)"),
+        "dK, dV: all pages rounded by the same bits": ("key * (P * D) + tile", "key * 0 + tile"),
+        "page gradients: the definition overwrites": (
+            "[None], first=False, seed=seed)",
+            "[None], first=True, seed=seed)",
+        ),
+    },
+    ("page_index.py", PAGE_INDEX): {
+        "index: all but the first unit of a page lost": (
+            "    num_units = (count + max_blocks - 1) // max_blocks",
+            "    num_units = tl.minimum((count + max_blocks - 1) // max_blocks, 1)",
+        ),
+        "index: pages of two units not taken for cut ones": ("(num_units > 1)", "(num_units > 2)"),
+        "index: too little room for partial sums": (
+            "return 2 * lists.pages_GBK.numel() // (max_blocks + 1)",
+            "return lists.pages_GBK.numel() // (max_blocks + 1)",
+        ),
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +138,7 @@ MUTATIONS = (
     Mutation(
         "page gradient not added",
         "oomb_accel/attention.py",
-        "        run.cache.collect_gradients(layer.layer, run.chunk, dk, dv)",
+        "        run.memory.cache.collect_gradients(layer.layer, run.chunk, dk, dv)",
         "        pass",
     ),
     Mutation(
@@ -81,29 +162,29 @@ MUTATIONS = (
     ),
     Mutation(
         "missing LSE merge",
-        "oomb_accel/attention.py",
-        "        merge_attention_(out_HTD[:, part.rows], lse_HT[:, part.rows], part_out, part_lse)",
-        "        out_HTD[:, part.rows] += part_out / len(parts)\n"
-        "        lse_HT[:, part.rows] = torch.logaddexp(lse_HT[:, part.rows], part_lse)",
+        "oomb_accel/dense_parts.py",
+        "            merge_attention_(out_HTD[:, part.rows], lse_HT[:, part.rows], part_out, part_lse)",
+        "            out_HTD[:, part.rows] += part_out / len(parts)\n"
+        "            lse_HT[:, part.rows] = torch.logaddexp(lse_HT[:, part.rows], part_lse)",
     ),
     Mutation(
         "local instead of global LSE in the backward",
-        "oomb_accel/attention.py",
+        "oomb_accel/dense_parts.py",
         "            lse_HT[:, rows],\n            part.call,",
         "            dense_attention_forward(q_HTD[:, rows], keys, values, part.call, run.settings.backend)[1],\n"
         "            part.call,",
     ),
     Mutation(
         "window off by one: too wide",
-        "oomb_accel/attention.py",
+        "oomb_accel/dense_parts.py",
         "window=window if causal else None,",
         "window=window + 1 if causal and window else None,",
     ),
     Mutation(
         "window off by one: a page too few",
-        "oomb_accel/attention.py",
-        "    reach = chunk.past_pages.newest(-(-(window - 1) // settings.page_tokens))",
-        "    reach = chunk.past_pages.newest((window - 1) // settings.page_tokens)",
+        "oomb_accel/dense_parts.py",
+        "    in_window = chunk.past_pages.newest(-(-(window - 1) // settings.page_tokens))",
+        "    in_window = chunk.past_pages.newest((window - 1) // settings.page_tokens)",
     ),
     Mutation(
         "dropout redrawn in the recompute",
@@ -114,12 +195,12 @@ MUTATIONS = (
     Mutation(
         "K stored twice",
         "oomb_accel/attention.py",
-        '    if run.sweep == "forward":\n        run.cache.store(',
-        "    if True:\n        run.cache.store(",
+        "    if first_run:\n        run.memory.cache.store(",
+        "    if True:\n        run.memory.cache.store(",
     ),
     Mutation(
         "own keys attended to twice",
-        "oomb_accel/attention.py",
+        "oomb_accel/dense_parts.py",
         "    if part.own is None:\n        return past_k, past_v\n",
         "    if part.own is None:\n        return torch.cat([past_k, k_GTD], 1), torch.cat([past_v, v_GTD], 1)\n",
     ),
@@ -131,13 +212,13 @@ MUTATIONS = (
     ),
     Mutation(
         "targets of masked chunks only: past gradients dropped without targets",
-        "oomb_accel/attention.py",
-        "        if part.pages and need_kv:",
-        "        if part.pages and need_kv and run.chunk.num_targets:",
+        "oomb_accel/dense_parts.py",
+        "            if need_kv:",
+        "            if need_kv and run.chunk.num_targets:",
     ),
     Mutation(
         "attention across documents of a packed row",
-        "oomb_accel/attention.py",
+        "oomb_accel/dense_parts.py",
         "segments=segments if len(segments) > 1 else None,",
         "segments=None,",
     ),
@@ -174,6 +255,81 @@ MUTATIONS = (
         "        parameter.ds_grad_is_ready = ready",
         "        parameter.ds_grad_is_ready = True",
         TWO_RANKS,
+    ),
+    Mutation(
+        "sparse: pages selected anew in the recompute",
+        "oomb_accel/selected_part.py",
+        "    if reach is not None and first_run:",
+        "    if reach is not None and selector._lists.get(run.chunk.index, {}).pop(layer.layer, True):",
+        SPARSE,
+    ),
+    Mutation(
+        "sparse: selected by the queries of all documents in the chunk",
+        "oomb_accel/selected_part.py",
+        "        first_HTD = q_HTD[:, run.first_rows]",
+        "        first_HTD = q_HTD[:, -run.first_rows.stop :]",
+        SPARSE,
+    ),
+    Mutation(
+        "sparse: sinks left out",
+        "oomb_accel/dense_parts.py",
+        "            rectangles.append((reach.sinks, reach.recents))",
+        "            rectangles.append((reach.recents,))",
+        SPARSE,
+    ),
+    Mutation(
+        "sparse: recent pages get the gradients of sinks",
+        "oomb_accel/dense_parts.py",
+        "            tokens = slice(past, past + len(pages) * run.settings.page_tokens)",
+        "            tokens = slice(0, len(pages) * run.settings.page_tokens)",
+        SPARSE,
+    ),
+    Mutation(
+        "sparse: dense part not joined",
+        "oomb_accel/selected_part.py",
+        "        others=(out_HTD, lse_HT),",
+        "        others=None,",
+        SPARSE,
+    ),
+    Mutation(
+        "sparse: dQ of the dense part lost",
+        "oomb_accel/selected_part.py",
+        "        dq_HTD=dq_HTD,",
+        "        dq_HTD=None,",
+        SPARSE,
+    ),
+    Mutation(
+        "sparse: later documents of a chunk get the first one's output",
+        "oomb_accel/attention.py",
+        "    x_HTD[:, :num_rows] = first_HTD",
+        "    x_HTD[:, -num_rows:] = first_HTD",
+        SPARSE,
+    ),
+    Mutation(
+        "sparse: LSE of the dense part alone in the backward",
+        "oomb_accel/attention.py",
+        "    lse_HT[:, rows] = joined_lse\n",
+        "",
+        SPARSE,
+    ),
+    Mutation(
+        "sparse: evaluation selects pages",
+        "oomb_accel/integrations/step.py",
+        "state.selector() if torch.is_grad_enabled() else None",
+        "state.selector()",
+        SPARSE,
+    ),
+    Mutation(
+        "sparse: layers that are to stay dense select pages",
+        "oomb_accel/integrations/support.py",
+        "    return frozenset(full - dense)",
+        "    return frozenset(full)",
+        SPARSE,
+    ),
+    *(
+        Mutation(name, f"kernels/oomb_kernels/{file}", old, new, suite)
+        for (file, suite), faults in _PAGE_FAULTS.items()
+        for name, (old, new) in faults.items()
     ),
 )
 

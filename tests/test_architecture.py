@@ -14,20 +14,23 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the lowest layer to the highest. The facade is oomb_accel/__init__.py: it may import anything, and only
 # the layers that stand above it may import it.
 LAYERS = (
-    {"config", "schedule", "progress", "sampler", "sources"},
+    {"config", "schedule", "progress", "sampler", "setting_text", "sources"},
     {"pages"},
+    {"selection"},
+    {"memory", "chunk_pass"},
+    {"dense_parts", "selected_part"},
     {"attention", "loss", "hooks", "keep", "rng"},
     {"gradients"},
     {"recurrence"},
     {"integrations"},
     {"deepspeed"},
     {"<facade>"},
-    {"training"},
+    {"bench", "training"},
     {"cli"},
     {"__main__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-NO_TORCH = {"config", "schedule", "sources"}
+NO_TORCH = {"config", "schedule", "setting_text", "sources"}
 MAX_LINES = 400
 MAX_RECURRENCE_LINES = 300
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from oomb_accel import OombConfig
+from oomb_accel.config import SPARSE_SETTINGS
 
 
 def test_the_defaults_are_valid_and_survive_json() -> None:
@@ -72,7 +73,18 @@ def test_a_key_that_is_no_string_is_an_unknown_key() -> None:
         ("enabled", 1, "True or False"),
         ("enabled", "true", "True or False"),
         ("backend", "cuda", "'cudnn'"),
-        ("attention", "sparse", "'dense'"),
+        ("attention", "spars", "'sparse'"),
+        ("q_block", 96, "64 or 128"),
+        ("q_block", "64", "64 or 128"),
+        ("q_block", 64.0, "64 or 128"),
+        ("top_k", True, "a whole number"),
+        ("dense_layers", 3, "a list of whole numbers"),
+        ("dense_layers", [1, 2.5], "a list of whole numbers"),
+        ("dense_layers", [True], "a list of whole numbers"),
+        ("dense_layers", "0,1", "a list of whole numbers"),
+        ("page_budget", "none", "None"),
+        ("select_per", "head", "'kv_head'"),
+        ("causal_selection", "yes", "True or False"),
         ("page_grad_dtype", "float16", "'bfloat16'"),
         ("keep_outputs", "yes", "'auto'"),
         ("keep_outputs", 1, "True or False"),
@@ -87,6 +99,70 @@ def test_a_wrong_value_names_place_setting_value_and_what_is_allowed(name: str, 
     assert "ds.json" in message and f"{name}={value!r}" in message and allowed in message
     with pytest.raises(ValueError, match=name):
         OombConfig(**{name: value})
+
+
+SPARSE: dict[str, Any] = {
+    "top_k": 8,
+    "q_block": 64,
+    "sink_pages": 2,
+    "recent_pages": 0,
+    "dense_layers": [0, -1],
+    "select_per": "layer",
+    "page_budget": 64,
+    "causal_selection": True,
+}
+
+
+def test_every_sparse_setting_is_listed() -> None:
+    assert set(SPARSE) == set(SPARSE_SETTINGS)
+
+
+def test_sparse_settings_survive_json_and_compare_by_value() -> None:
+    config = OombConfig(attention="sparse", **SPARSE)
+    assert config.dense_layers == (0, -1)
+    assert config.to_dict()["dense_layers"] == [0, -1]
+    assert OombConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config == OombConfig(attention="sparse", **{**SPARSE, "dense_layers": (0, -1)})
+    assert hash(config) == hash(dataclasses.replace(config))
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_sparse_setting_beside_dense_attention_is_a_contradiction(name: str) -> None:
+    for settings in ({name: SPARSE[name]}, {name: SPARSE[name], "attention": "dense"}):
+        with pytest.raises(ValueError) as caught:
+            OombConfig.from_dict(settings, place="ds.json")
+        message = str(caught.value)
+        assert "ds.json" in message and f"{name}={SPARSE[name]!r} with attention='dense'" in message
+        assert "attention='sparse'" in message
+    default = OombConfig().to_dict()[name]
+    with pytest.raises(ValueError, match=name):
+        OombConfig(**{name: default})
+    OombConfig(attention="sparse", **{name: SPARSE[name]})
+
+
+def test_a_copy_contradicts_itself_only_by_what_was_changed() -> None:
+    sparse = OombConfig(attention="sparse")
+    assert dataclasses.replace(sparse, attention="dense") == OombConfig()
+    assert OombConfig.from_dict(OombConfig().to_dict()) == OombConfig()
+    with pytest.raises(ValueError, match="top_k=8 with attention='dense'"):
+        dataclasses.replace(OombConfig(attention="sparse", top_k=8), attention="dense")
+
+
+@pytest.mark.parametrize(
+    ("settings", "texts"),
+    [
+        ({"top_k": 0}, ("top_k must be at least 1", "top_k=0", "Set top_k=")),
+        ({"sink_pages": -1}, ("sink_pages must be at least 0", "Set sink_pages=1")),
+        ({"recent_pages": -2}, ("recent_pages must be at least 0", "recent_pages=-2")),
+        ({"top_k": 8, "page_budget": 7}, ("page_budget=7 with top_k=8", "Set page_budget=8")),
+        ({"page_budget": 0}, ("budget", "page_budget=0", "leave it out")),
+    ],
+)
+def test_ranges_of_sparse_settings(settings: dict[str, Any], texts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        OombConfig(attention="sparse", **settings)
+    for text in texts:
+        assert text in str(caught.value), str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["chunk_tokens", "page_tokens", "span_tokens"])

@@ -14,6 +14,6 @@ def test_the_text_to_replace_is_there_once(mutation: Mutation) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_every_mutation_is_noticed() -> None:
     assert main([]) == 0

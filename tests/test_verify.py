@@ -38,6 +38,11 @@ def test_a_config_file_is_enough(tmp_path: Path) -> None:
     assert main(["verify", str(tmp_path / "config.json"), *QUICK]) == 0
 
 
+def test_experts_are_checked_in_fp64(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path), *QUICK]) == 0
+
+
 def test_a_lost_page_gradient_fails(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,9 +103,9 @@ def test_an_unlisted_model_that_is_not_equal_is_refused(monkeypatch: pytest.Monk
 
 
 def test_comparing_a_result_with_itself_is_zero() -> None:
-    from oomb_accel.integrations.parity import _reference
+    from oomb_accel.integrations.parity import full_attention
 
-    result = _reference(tiny_model(), [torch.arange(30)])
+    result = full_attention(tiny_model(), [torch.arange(30)])
     assert all(row.error == 0 for row in compare(result, result).rows)
 
 

@@ -15,20 +15,32 @@ from oomb_kernels.dense_attention import (
 from oomb_kernels.determinism import deterministic_algorithms
 from oomb_kernels.lse_merge import merge_attention_
 from oomb_kernels.page_accumulate import accumulate_pages
+from oomb_kernels.page_attention import page_attention_backward, page_attention_forward
+from oomb_kernels.page_call import check_page_kernels
+from oomb_kernels.page_lists import PageLists
+from oomb_kernels.page_select import page_centroids, page_mass, pool_queries, top_pages
 from oomb_kernels.page_store import load_pages, store_pages
 from oomb_kernels.token_loss import token_log_probs, token_log_probs_backward_
 
 __all__ = [
     "AttentionCall",
+    "PageLists",
     "accumulate_pages",
     "available_backends",
+    "check_page_kernels",
     "choose_backend",
     "dense_attention_backward",
     "dense_attention_forward",
     "deterministic_algorithms",
     "load_pages",
     "merge_attention_",
+    "page_attention_backward",
+    "page_attention_forward",
+    "page_centroids",
+    "page_mass",
+    "pool_queries",
     "store_pages",
     "token_log_probs",
     "token_log_probs_backward_",
+    "top_pages",
 ]

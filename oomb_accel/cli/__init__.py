@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "fine-tune a model as a recipe says",
     "run": "run a training script unchanged, with chunk recurrence switched on in it",
     "verify": "check chunk recurrence against full attention on your own model",
+    "bench": "measure the kernels of sparse attention on this GPU",
     "env": "versions, devices and limits: what a bug report needs",
 }
 """Name of each command, which is also the module in this package, and what it does."""

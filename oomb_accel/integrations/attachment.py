@@ -12,16 +12,17 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from oomb_accel.attention import AttentionSettings
+from oomb_accel.chunk_pass import AttentionSettings
 from oomb_accel.config import OombConfig
 from oomb_accel.gradients import Deliveries
 from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.rope import DocumentRope
-from oomb_accel.integrations.support import ModelFacts, checkpointed_modules
+from oomb_accel.integrations.support import ModelFacts, checkpointed_modules, sparse_layers
 from oomb_accel.keep import ActivationMeter
 from oomb_accel.pages import PageShape
 from oomb_accel.progress import ChunkEvent
 from oomb_accel.recurrence import RecurrenceSettings
+from oomb_accel.selection import OnSelection, PageSelector, SelectionSettings
 
 STATE = "_oomb_attachment"
 """Name of the attribute that holds the attachment, on the model and on its replaced forward."""
@@ -55,6 +56,10 @@ class Attachment:
     announced: bool = False
     seen_whole: bool = False
     """Whether a step has found the model unsharded; looking takes a walk over all modules, so it is done once."""
+    on_selection: OnSelection | None = None
+    """Told about every selection of pages."""
+    sparse_layers: frozenset[int] = field(init=False)
+    """Layers that select pages; none with dense attention."""
     rope: DocumentRope = field(init=False)
     meter: ActivationMeter = field(init=False)
     checkpointed: tuple[nn.Module, ...] = field(init=False)
@@ -68,6 +73,7 @@ class Attachment:
     """Plain LoRA layers, whose input cast is redundant under autocast."""
 
     def __post_init__(self) -> None:
+        self.sparse_layers = sparse_layers(self.facts, self.config)
         self.rope = DocumentRope(self.base)
         self.meter = ActivationMeter(_activation_estimate(self.base))
         # Found once: a walk over all modules takes milliseconds, in which the GPU would wait at every step.
@@ -150,7 +156,28 @@ class Attachment:
             "  Call oomb_accel.disable(model) first, or copy before enable; to save, use save_pretrained or state_dict."
         )
 
-    def page_shape(self) -> PageShape:
+    def selector(self) -> PageSelector | None:
+        """A new one, for one stream; None where no layer selects pages."""
+        config = self.config
+        if not self.sparse_layers:
+            return None
+        settings = SelectionSettings(
+            top_k=config.top_k,
+            q_block=config.q_block,
+            sink_pages=config.sink_pages,
+            recent_pages=config.recent_pages,
+            page_budget=config.page_budget,
+            select_per=config.select_per,
+            causal_selection=config.causal_selection,
+        )
+        return PageSelector(settings, self.sparse_layers, self.on_selection)
+
+    def page_shape(self, *, sparse: bool = False) -> PageShape:
+        """What pages are like.
+
+        Args:
+            sparse: whether pages are selected, which needs more to be stored with them.
+        """
         return PageShape(
             num_layers=self.facts.num_layers,
             num_kv_heads=self.facts.num_kv_heads,
@@ -158,6 +185,8 @@ class Attachment:
             page_tokens=self.config.page_tokens,
             grad_dtype=getattr(torch, self.config.page_grad_dtype),
             windows=self.facts.windows,
+            sparse_layers=self.sparse_layers if sparse else frozenset(),
+            sink_pages=self.config.sink_pages,
         )
 
 

@@ -18,7 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from oomb_accel.attention import ChunkPass, LayerCall, chunk_attention
+from oomb_accel.attention import chunk_attention
+from oomb_accel.chunk_pass import ChunkPass, LayerCall
 
 PASS_KEYWORD = "oomb_pass"
 CHUNKED: WeakSet[nn.Module] = WeakSet()

@@ -38,6 +38,7 @@ def describe(state: Attachment) -> str:
         f"  chunks     {config.chunk_tokens:,} tokens, pages {config.page_tokens}, spans {config.span_tokens:,}; "
         f"page gradients {config.page_grad_dtype}; attention outputs kept: {config.keep_outputs}",
         f"  attention  {config.attention}: {_backends(state)}",
+        *([f"  selection  {_selection(state)}"] if state.sparse_layers else []),
         f"  RoPE       {describe_rope(state.base.config.get_text_config())}",
     ]
     if windows:
@@ -63,6 +64,24 @@ def _gradients(state: Attachment) -> list[str]:
     ]
 
 
+def _selection(state: Attachment) -> str:
+    """Which layers are sparse, and what their queries attend to."""
+    config, facts = state.config, state.facts
+    who = "KV head" if config.select_per == "kv_head" else "layer"
+    extras = [
+        "chosen by the block before" if config.causal_selection else "",
+        f"at most {config.page_budget:,} pages per chunk" if config.page_budget is not None else "",
+    ]
+    dense = sorted({layer for layer, window in enumerate(facts.windows) if window is None} - state.sparse_layers)
+    return (
+        f"{len(state.sparse_layers)} of {facts.num_layers} layers select {config.top_k:,} pages per {config.q_block} "
+        f"queries and {who}{''.join(f', {extra}' for extra in extras if extra)}; beside the own chunk, the first "
+        f"{config.sink_pages} and last {config.recent_pages} pages"
+        + (f"; dense layers {', '.join(map(str, dense))}" if dense else "")
+        + "; dense without gradients"
+    )
+
+
 def _backends(state: Attachment) -> str:
     """Which library does which part, by asking the question that the attention layers ask."""
     chunk, span = state.config.chunk_tokens, state.config.span_tokens
@@ -71,6 +90,9 @@ def _backends(state: Attachment) -> str:
     if any(w is None for w in state.facts.windows):
         parts.append("own chunk " + _backend(state, chunk, chunk, causal=True))
         parts.append("earlier spans " + _backend(state, chunk, span))
+    if state.sparse_layers:
+        on_gpu = next(state.model.parameters()).is_cuda
+        parts.append(f"selected pages {'triton' if on_gpu else 'torch'}")
     if window is not None:
         parts.append("windows " + _backend(state, chunk, chunk + window, causal=True, window=window))
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oomb_accel.config import OombConfig
+from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.integrations.rope import forget_length
 from oomb_accel.integrations.support import base_model_of
 from oomb_accel.integrations.transformers import attach, disable
+from oomb_accel.selection import OnSelection
 
 LOSS_LIMIT = 1e-6
 TOKEN_LIMIT = 1e-5
@@ -58,10 +61,14 @@ class ParityReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
+class ParityResult:
+    """What is compared, of one side."""
+
     loss: Tensor
     token_losses: Tensor
+    """Of all documents, one after another."""
     gradients: dict[str, Tensor]
+    """Of all trainable parameters."""
     embedding_gradient: Tensor
 
 
@@ -75,7 +82,7 @@ def check_parity(model: nn.Module, config: OombConfig, documents: list[Tensor]) 
         config: settings under test.
         documents: int64 token ids ``[T]`` each, at least 2 tokens.
     """
-    return compare(_reference(model, documents), _chunked(model, config, documents))
+    return compare(full_attention(model, documents), chunked(model, config, documents))
 
 
 def check_parity_low_precision(
@@ -92,9 +99,14 @@ def check_parity_low_precision(
         dtype: the type that is judged.
     """
     model.to(dtype)  # both sides start from the same rounded weights
-    truth = _reference(model.to(torch.float64 if dtype == torch.float32 else torch.float32), documents)
-    plain = compare(truth, _reference(model.to(dtype), documents))
-    ours = compare(truth, _chunked(model, config, documents))
+    truth = full_attention(model.to(torch.float64 if dtype == torch.float32 else torch.float32), documents)
+    plain = compare(truth, full_attention(model.to(dtype), documents))
+    ours = compare(truth, chunked(model, config, documents))
+    return twice_plain(ours, plain, dtype)
+
+
+def twice_plain(ours: ParityReport, plain: ParityReport, dtype: torch.dtype) -> ParityReport:
+    """Our errors, under twice those of plain code in ``dtype``, plus its rounding."""
     floor = torch.finfo(dtype).eps
     return ParityReport(
         tuple(
@@ -104,7 +116,7 @@ def check_parity_low_precision(
     )
 
 
-def compare(truth: _Result, other: _Result) -> ParityReport:
+def compare(truth: ParityResult, other: ParityResult) -> ParityReport:
     """Errors of ``other``, under the limits of fp32."""
     largest = max((g.norm().item() for g in truth.gradients.values()), default=0.0)
     rows = [
@@ -150,24 +162,34 @@ def prove_small_copy(base: PreTrainedModel) -> str | None:
     return f"{worst.name} is off by {worst.error:.2g}, allowed are {worst.limit:.0e}"
 
 
-def _reference(model: nn.Module, documents: list[Tensor]) -> _Result:
-    """Full attention over each document alone."""
+def full_attention(
+    model: nn.Module, documents: list[Tensor], *, before: Callable[[int], None] = lambda document: None
+) -> ParityResult:
+    """Plain transformers over each document alone.
+
+    Args:
+        before: told the number of the document before each forward over it.
+    """
     model.eval()
     embedding = base_model_of(model).get_input_embeddings()
     losses: list[Tensor] = []
     embeds = [embedding(ids).detach()[None].requires_grad_() for ids in documents]
     model.zero_grad()
-    for ids in documents:
+    for document, ids in enumerate(documents):
+        before(document)
         losses.append(_plain_token_losses(model, ids, input_ids=ids[None]))
     loss = torch.cat(losses).mean()
     loss.backward()
-    gradients = _gradients(model)
-    through_embeds = [
-        _plain_token_losses(model, ids, inputs_embeds=embed) for ids, embed in zip(documents, embeds, strict=True)
-    ]
+    gradients = parameter_gradients(model)
+    through_embeds = []
+    for document, (ids, embed) in enumerate(zip(documents, embeds, strict=True)):
+        before(document)
+        through_embeds.append(_plain_token_losses(model, ids, inputs_embeds=embed))
     embedding_gradients = torch.autograd.grad(torch.cat(through_embeds).mean(), embeds)
     model.zero_grad()
-    return _Result(loss.detach(), torch.cat(losses).detach(), gradients, torch.cat([g[0] for g in embedding_gradients]))
+    return ParityResult(
+        loss.detach(), torch.cat(losses).detach(), gradients, torch.cat([g[0] for g in embedding_gradients])
+    )
 
 
 def _plain_token_losses(model: nn.Module, ids: Tensor, **inputs: Tensor) -> Tensor:
@@ -177,20 +199,23 @@ def _plain_token_losses(model: nn.Module, ids: Tensor, **inputs: Tensor) -> Tens
     return nn.functional.cross_entropy(logits.to(wide), ids[1:], reduction="none")
 
 
-def _chunked(model: nn.Module, config: OombConfig, documents: list[Tensor]) -> _Result:
-    """The same documents as one padded batch through the recurrence."""
+def chunked(
+    model: nn.Module, config: OombConfig, documents: list[Tensor], *, on_selection: OnSelection | None = None
+) -> ParityResult:
+    """The same documents as one padded batch through the recurrence.
+
+    Args:
+        on_selection: called whenever pages are selected.
+    """
     model.eval()
     attach(model, config)
+    attachment_of(model).on_selection = on_selection
+    ids_BL, mask_BL, labels_BL = padded_batch(documents)
     try:
-        longest = max(len(ids) for ids in documents)
-        ids_BL = torch.stack([nn.functional.pad(ids, (0, longest - len(ids))) for ids in documents])
-        lengths = torch.tensor([len(ids) for ids in documents], device=ids_BL.device)
-        mask_BL = torch.arange(longest, device=ids_BL.device)[None] < lengths[:, None]
-        labels_BL = ids_BL.masked_fill(~mask_BL, -100)
         model.zero_grad()
         output = model(input_ids=ids_BL, attention_mask=mask_BL.long(), labels=labels_BL)
         output.loss.backward()
-        gradients = _gradients(model)
+        gradients = parameter_gradients(model)
         embeds = base_model_of(model).get_input_embeddings()(ids_BL).detach().requires_grad_()
         loss = model(inputs_embeds=embeds, attention_mask=mask_BL.long(), labels=labels_BL).loss
         (embeds_grad,) = torch.autograd.grad(loss, embeds)
@@ -199,10 +224,20 @@ def _chunked(model: nn.Module, config: OombConfig, documents: list[Tensor]) -> _
         disable(model)
     targets = torch.zeros_like(mask_BL)
     targets[:, :-1] = mask_BL[:, 1:]
-    return _Result(output.loss.detach(), -output.log_probs.detach()[targets], gradients, embeds_grad[mask_BL])
+    return ParityResult(output.loss.detach(), -output.log_probs.detach()[targets], gradients, embeds_grad[mask_BL])
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
+def padded_batch(documents: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, attention mask (bool) and labels of documents, one per row, padded on the right."""
+    longest = max(len(ids) for ids in documents)
+    ids_BL = torch.stack([nn.functional.pad(ids, (0, longest - len(ids))) for ids in documents])
+    lengths = torch.tensor([len(ids) for ids in documents], device=ids_BL.device)
+    mask_BL = torch.arange(longest, device=ids_BL.device)[None] < lengths[:, None]
+    return ids_BL, mask_BL, ids_BL.masked_fill(~mask_BL, -100)
+
+
+def parameter_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the gradients of all trainable parameters; zeros where there is none."""
     return {
         name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
         for name, p in model.named_parameters()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomb_accel.attention import ChunkPass
+from oomb_accel.chunk_pass import ChunkPass
 from oomb_accel.gradients import DeferredGradients, ReturnedGradients
 from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.agreement import agree_on_passes, is_partitioned, num_ranks, refuse_passes
@@ -29,8 +29,10 @@ from oomb_accel.integrations.trl import FUSED_HEAD_KEYWORD, FusedHeadOutput, Tar
 from oomb_accel.integrations.versions import check_versions
 from oomb_accel.keep import chunks_to_keep, free_bytes
 from oomb_accel.loss import target_log_probs
-from oomb_accel.pages import PagedKVCache
+from oomb_accel.memory import StreamMemory
+from oomb_accel.pages import PagedKVCache, PageShape
 from oomb_accel.recurrence import ChunkModel, ChunkRecurrence, DummyPasses, run_recurrence
+from oomb_kernels import check_page_kernels
 
 _FULL_OUTPUTS = ("output_attentions", "output_hidden_states", "past_key_values")
 _BATCH_KEYS = {
@@ -125,13 +127,12 @@ def build_recurrence(
     return ChunkRecurrence(
         _chunk_model(state, batch, stream, call, statistics),
         stream.schedule,
-        PagedKVCache(state.page_shape(), stream.schedule, device),
+        _memory(state, stream, device, keep_last_graph),
         state.settings(
             _caller_modes(state, device),
             keep_last_graph=keep_last_graph,
             always_one_node=num_ranks() > 1 and not is_partitioned(state.model),
         ),
-        _kept_chunks(state, stream, device, keep_last_graph),
         _dummy_passes(state, batch, num_passes - len(stream.schedule.chunks), device, call),
         device,
     )
@@ -166,6 +167,9 @@ def checked_stream(state: Attachment, batch: dict[str, Any]) -> Stream:
         check_fused_head(state.base.forward, state.chunk_forward)
     tokens, config = batch_tokens(batch), state.config
     check_device(state.base, tokens)
+    if state.sparse_layers and tokens.is_cuda:
+        dtype = compute_dtype(state.base, tokens.device)
+        check_page_kernels(dtype, state.facts.head_dim, config.page_tokens, config.q_block)
     stream = build_stream(batch, chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens, device=tokens.device)
     text_config = state.base.config.get_text_config()
     check_targets(stream, text_config.vocab_size)
@@ -184,8 +188,18 @@ def _dummy_passes(
     embeds_1TD = None if embeds is None else torch.zeros_like(embeds[:1, :1])
     model = _chunk_model(state, {"input_ids": stream.position_ids_1T} if embeds is None else {}, stream, call)
     (chunk,) = stream.schedule.chunks
-    cache = PagedKVCache(state.page_shape(), stream.schedule, device)
-    return DummyPasses(count, lambda run, _: model(run, embeds_1TD), chunk, cache)
+    memory = StreamMemory(PagedKVCache(state.page_shape(), stream.schedule, device))
+    return DummyPasses(count, lambda run, _: model(run, embeds_1TD), chunk, memory)
+
+
+def _memory(state: Attachment, stream: Stream, device: torch.device, keep_last_graph: bool) -> StreamMemory:
+    """An empty memory. Pages are selected where gradients are enabled: an evaluation is dense, as a model is
+    served."""
+    selector = state.selector() if torch.is_grad_enabled() else None
+    shape = state.page_shape(sparse=selector is not None)
+    cache = PagedKVCache(shape, stream.schedule, device)
+    kept = _kept_chunks(state, stream, shape, device, keep_last_graph)
+    return StreamMemory(cache, selector, {index: {} for index in kept})
 
 
 def _chunk_model(
@@ -270,9 +284,11 @@ def _without_input_casts(lora_layers: Iterable[Any]) -> Iterator[None]:
             layer.cast_input_dtype_enabled = True
 
 
-def _kept_chunks(state: Attachment, stream: Stream, device: torch.device, keep_last_graph: bool) -> frozenset[int]:
+def _kept_chunks(
+    state: Attachment, stream: Stream, shape: PageShape, device: torch.device, keep_last_graph: bool
+) -> frozenset[int]:
     """Chunks whose attention outputs are kept for the backward sweep, by setting and free memory."""
-    config, facts, shape = state.config, state.facts, state.page_shape()
+    config, facts = state.config, state.facts
     chunks = stream.schedule.chunks
     longest = max((chunk.num_tokens for chunk in chunks), default=0)
     if keep_last_graph:
@@ -282,7 +298,7 @@ def _kept_chunks(state: Attachment, stream: Stream, device: torch.device, keep_l
     if config.keep_outputs is True:
         return frozenset(chunk.index for chunk in chunks)
     dtype = compute_dtype(state.base, device)
-    pages = shape.num_slots(stream.schedule) * (shape.slot_bytes(dtype) + shape.slot_bytes(shape.grad_dtype))
+    pages = shape.num_bytes(stream.schedule, dtype)
     activations = longest * state.meter.bytes_per_token
     # Sums in fp32, what is returned, and what it is added to.
     gradients = sum(whole_numel(p) * (4 + 2 * p.element_size()) for p in state.model.parameters() if p.requires_grad)

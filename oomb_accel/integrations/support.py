@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from oomb_accel.config import OombConfig
+
 SUPPORTED_MODEL_TYPES = frozenset(
     {
         "gemma",
@@ -79,6 +81,39 @@ def model_facts(base: PreTrainedModel) -> ModelFacts:
         head_dim=head_dim,
         windows=_windows(config),
     )
+
+
+def sparse_layers(facts: ModelFacts, config: OombConfig) -> frozenset[int]:
+    """Layers that select pages: with ``attention="sparse"`` all but windows and those that are to stay dense.
+
+    Raises:
+        ValueError: a layer that the model does not have, or nothing is left to be sparse.
+    """
+    if config.attention != "sparse":
+        return frozenset()
+    num_layers = facts.num_layers
+    unknown = [layer for layer in config.dense_layers if not -num_layers <= layer < num_layers]
+    if unknown:
+        raise ValueError(
+            f"dense_layers names a layer that the model does not have.\n"
+            f"  Got {unknown[0]}; the {num_layers} layers are 0 to {num_layers - 1}, or -1 to -{num_layers} from the "
+            f"end.\n  Set dense_layers={[n for n in config.dense_layers if n not in unknown]}."
+        )
+    dense = {layer % num_layers for layer in config.dense_layers}
+    full = {layer for layer, window in enumerate(facts.windows) if window is None}
+    if not full:
+        raise ValueError(
+            "attention='sparse' has nothing to do: all layers of this model attend to a window only.\n"
+            f"  Got a window of {facts.windows[0]} tokens in each of {num_layers} layers.\n"
+            "  Set attention='dense', which costs the window and no more."
+        )
+    if not full - dense:
+        raise ValueError(
+            "attention='sparse' has nothing to do: dense_layers names every layer that attends to everything.\n"
+            f"  Got dense_layers={list(config.dense_layers)}; these layers are {sorted(full)}.\n"
+            "  Set attention='dense', or name fewer layers, such as dense_layers=[]."
+        )
+    return frozenset(full - dense)
 
 
 def compute_dtype(base: PreTrainedModel, device: torch.device) -> torch.dtype:

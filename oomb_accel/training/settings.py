@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from oomb_accel.config import OombConfig, unknown_key_message
+from oomb_accel.setting_text import is_choice_of_numbers, whole_numbers
 from oomb_accel.sources import StrictLoader
 
 OTHER_NAMES = {
@@ -193,8 +194,10 @@ def _from_text(flag: str, text: str, setting: Setting) -> Any:
 
 
 def _parse(text: str, option: Any) -> Any:
-    if option is int:
+    if option is int or is_choice_of_numbers(option):
         return int(text)
+    if option == tuple[int, ...]:
+        return whole_numbers(text)
     if option is bool:
         return {"true": True, "yes": True, "false": False, "no": False}.get(text.lower())
     if option == list[str] and not text.startswith("["):
@@ -235,8 +238,11 @@ def _fit(value: Any, option: Any) -> Any:
         choices = typing.get_args(option)
         # Yaml reads a bare `no` as False.
         value = "no" if value is False and "no" in choices else value
-        if value in choices:
+        if value in choices and type(value) is type(choices[0]):
             return value
+    elif option == tuple[int, ...]:
+        if isinstance(value, (list, tuple)) and all(type(item) is int for item in value):
+            return tuple(value)
     elif option == list[str]:
         if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
             return value
@@ -259,5 +265,5 @@ def _spell(option: Any) -> str:
     if typing.get_origin(option) is dict:
         return "a mapping"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    words |= {types.NoneType: "null", list[str]: "a list of names"}
+    words |= {types.NoneType: "null", list[str]: "a list of names", tuple[int, ...]: "a list of whole numbers"}
     return words.get(option, getattr(option, "__name__", str(option)))

@@ -8,6 +8,7 @@ import torch
 from tests.harness.batches import ENCODINGS, Document, documents_of, packed, padded
 from tests.harness.models import tiny_model, with_lora
 from tests.harness.parity import assert_same_result, check_parity, chunked, config
+from tests.harness.sparse import check_sparse, recorded_selections, sparse
 from tests.harness.tolerance import assert_same_bits
 
 LENGTHS = (21, 8, 34)
@@ -42,6 +43,43 @@ def test_changing_the_first_document_leaves_the_others_bit_identical(keep_output
     settings = config(keep_outputs=keep_outputs)
     before = chunked(model, packed(documents), settings, embeds=True)
     after = chunked(model, packed(changed), settings, embeds=True)
+    assert not torch.equal(before.log_probs[0], after.log_probs[0])
+    for index in (1, 2):
+        assert_same_bits(after.log_probs[index], before.log_probs[index])
+        name = f"inputs_embeds.{index}"
+        assert_same_bits(after.gradients[name], before.gradients[name])
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (90, 8, 100), (16, 90, 1, 30), (40, 40, 40)])
+@pytest.mark.parametrize("q_block", [64, 128])
+def test_selected_pages_are_of_the_same_document(lengths: tuple[int, ...], q_block: int) -> None:
+    """Also where several documents share a chunk: the reference has only the document's own keys."""
+    settings = sparse(8, 2, q_block=q_block, top_k=3)
+    _, calls = check_sparse(tiny_model(), packed(documents_of(*lengths)), settings, embeds=True)
+    assert calls
+    for call in calls:
+        pages = [p for g in range(2) for b in range(call.lists.counts_GB.shape[1]) for p in call.pages(g, b)]
+        past = call.chunk.past_pages
+        assert call.reach.sinks.first == past.first and call.reach.recents.end == past.end
+        assert len(call.reach.sinks) <= min(pages) and max(pages) < len(past) - len(call.reach.recents)
+        assert len(past) * 2 == call.chunk.segments[0].past_tokens
+
+
+def test_changing_the_first_document_leaves_the_selection_of_others_bit_identical() -> None:
+    model = tiny_model()
+    model.requires_grad_(False)
+    documents = documents_of(90, 60, 75)
+    changed_ids = documents[0].ids.flip(0)
+    changed = [Document(changed_ids, changed_ids.clone()), *documents[1:]]
+    results = []
+    for layout in (packed(documents), packed(changed)):
+        with recorded_selections() as calls:
+            result = chunked(model, layout, sparse(), embeds=True)
+        lists = [c.lists.pages_GBK for c in calls if c.chunk.segments[0].document > 0]
+        results.append((result, lists))
+    (before, lists), (after, lists_after) = results
+    assert lists and len(lists) == len(lists_after)
+    assert all(torch.equal(a, b) for a, b in zip(lists, lists_after, strict=True))
     assert not torch.equal(before.log_probs[0], after.log_probs[0])
     for index in (1, 2):
         assert_same_bits(after.log_probs[index], before.log_probs[index])

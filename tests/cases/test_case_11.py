@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import oomb_accel
-from oomb_accel import attention as attention_module
+from oomb_accel import dense_parts
 from oomb_accel.pages import PagedKVCache
 from oomb_accel.progress import ChunkEvent
 from tests.harness.batches import documents_of, only_targets, packed, padded
@@ -169,7 +169,7 @@ def test_dropout_gradients_are_those_of_the_loss() -> None:
 def test_each_key_is_attended_to_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The length of K and V is that of the document, in both sweeps: nothing is appended twice."""
     sizes: list[tuple[int, int]] = []
-    original = attention_module._keys_of
+    original = dense_parts._keys_of
 
     def spy(part: Any, k: Tensor, v: Tensor, layer: Any, run: Any) -> tuple[Tensor, Tensor]:
         keys, values = original(part, k, v, layer, run)
@@ -177,7 +177,7 @@ def test_each_key_is_attended_to_once(monkeypatch: pytest.MonkeyPatch) -> None:
             sizes.append((run.chunk.index, keys.shape[1]))
         return keys, values
 
-    monkeypatch.setattr(attention_module, "_keys_of", spy)
+    monkeypatch.setattr(dense_parts, "_keys_of", spy)
     chunked(tiny_model(), padded(documents_of(LENGTH)), config(keep_last_graph=False, keep_outputs=False))
     total: dict[int, int] = defaultdict(int)
     for chunk, keys in sizes:

@@ -10,6 +10,7 @@ import torch
 from tests.harness.batches import documents_of, packed, padded
 from tests.harness.models import tiny_model, twin, with_lora
 from tests.harness.parity import chunked, config
+from tests.harness.sparse import recorded_selections, sparse
 from tests.harness.tolerance import assert_same_bits
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -33,6 +34,33 @@ def test_twice(settings: str, dtype: torch.dtype) -> None:
     assert_same_bits(results[1].loss, results[0].loss)
     assert_same_bits(torch.cat(results[1].log_probs), torch.cat(results[0].log_probs))
     assert_same_bits(results[1].gradients, results[0].gradients)
+
+
+SPARSE: dict[str, dict[str, Any]] = {
+    "default": {},
+    "deterministic": {"deterministic": True},
+    "recompute": {"keep_outputs": False, "keep_last_graph": False, "deterministic": True},
+    "bf16 page gradients": {"page_grad_dtype": "bfloat16", "deterministic": True},
+    "causal, budget, shared": {"causal_selection": True, "page_budget": 3, "select_per": "layer"},
+}
+
+
+@pytest.mark.parametrize("settings", SPARSE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_twice(settings: str, dtype: torch.dtype) -> None:
+    model = with_lora(tiny_model("gemma2"), lora_dropout=0.1).to(dtype)
+    layout = packed(documents_of(90, 21, 70))
+    results = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        with recorded_selections() as calls:
+            result = chunked(twin(model), layout, sparse(**SPARSE[settings]), embeds=True)
+        results.append((result, [c.lists.pages_GBK for c in calls]))
+    (first, lists), (second, lists_again) = results
+    assert lists and all(torch.equal(a, b) for a, b in zip(lists, lists_again, strict=True))
+    assert_same_bits(second.loss, first.loss)
+    assert_same_bits(torch.cat(second.log_probs), torch.cat(first.log_probs))
+    assert_same_bits(second.gradients, first.gradients)
 
 
 def test_deterministic_changes_no_number_on_the_cpu_and_leaves_the_callers_switch_alone() -> None:

@@ -37,6 +37,7 @@ LLAMA3_ROPE = {
 # As the models are on the hub, where it matters here.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen2.5-7B-Instruct": ("qwen2", {"max_position_embeddings": 32768}),
+    "Qwen/Qwen2.5-7B-Instruct-1M": ("qwen2", {"max_position_embeddings": 1010000}),
     "Qwen/Qwen3-1.7B-Base": ("qwen3", {"max_position_embeddings": 32768, "tie_word_embeddings": True}),
     "Qwen/Qwen3-4B-Instruct-2507": ("qwen3", {"max_position_embeddings": 262144, "tie_word_embeddings": True}),
     "Qwen/Qwen3-8B": ("qwen3", {"max_position_embeddings": 40960}),
@@ -61,6 +62,7 @@ RUNS = {  # recipe: DeepSpeed file, or None for plain data parallelism
     "recipes/llama-3.2-1b-full-64k.yaml": "zero2",
     "recipes/llama-3.3-70b-lora-32k.yaml": "zero3",
     "recipes/mistral-nemo-12b-lora-128k.yaml": None,
+    "recipes/qwen2.5-7b-1m-lora-512k.yaml": "zero2",
     "recipes/qwen2.5-7b-lora-128k.yaml": "zero3_offload",
     "recipes/qwen3-1.7b-full-32k.yaml": "zero3_offload",
     "recipes/qwen3-14b-lora-64k.yaml": "zero2",

@@ -184,8 +184,9 @@ def test_oomb_preset(path: Path) -> None:
 
 
 def test_the_list_of_all_settings_is_complete_and_has_the_defaults() -> None:
-    values = from_yaml(CONFIGS / "oomb" / "all_settings.yaml").values
-    assert dict(values) == OombConfig().to_dict()
+    source = from_yaml(CONFIGS / "oomb" / "all_settings.yaml")
+    assert set(source.values) == set(OombConfig().to_dict())
+    assert resolve(source).config == OombConfig()
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=name_of)

@@ -124,6 +124,68 @@ def test_booleans_in_the_environment(text: str, expected: object) -> None:
     assert found.values == {"keep_outputs": expected} and found.place_of("keep_outputs") == "OOMB_KEEP_OUTPUTS"
 
 
+@pytest.mark.parametrize(
+    ("variable", "text", "expected"),
+    [
+        ("OOMB_DENSE_LAYERS", "0,1,-1", (0, 1, -1)),
+        ("OOMB_DENSE_LAYERS", " [0, -1] ", (0, -1)),
+        ("OOMB_DENSE_LAYERS", "-1", (-1,)),
+        ("OOMB_DENSE_LAYERS", "", ()),
+        ("OOMB_DENSE_LAYERS", "[]", ()),
+        ("OOMB_DENSE_LAYERS", "none", ()),
+        ("OOMB_DENSE_LAYERS", "Null", ()),
+        ("OOMB_DENSE_LAYERS", "1_0", (10,)),
+        ("OOMB_Q_BLOCK", "64", 64),
+        ("OOMB_PAGE_BUDGET", "none", None),
+        ("OOMB_PAGE_BUDGET", "null", None),
+        ("OOMB_PAGE_BUDGET", "128", 128),
+        ("OOMB_SELECT_PER", "layer", "layer"),
+    ],
+)
+def test_sparse_settings_in_the_environment(variable: str, text: str, expected: object) -> None:
+    (found,) = from_environment({variable: text})
+    (value,) = found.values.values()
+    assert value == expected and type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "allowed"),
+    [
+        ("OOMB_DENSE_LAYERS", "0,x", "a list of whole numbers"),
+        ("OOMB_DENSE_LAYERS", "1.5", "a list of whole numbers"),
+        ("OOMB_DENSE_LAYERS", "²", "a list of whole numbers"),
+        ("OOMB_DENSE_LAYERS", "1,٣", "a list of whole numbers"),
+        ("OOMB_DENSE_LAYERS", "1_", "a list of whole numbers"),
+        ("OOMB_TOP_K", "6²", "a whole number"),
+        ("OOMB_TOP_K", "none", "a whole number"),
+        ("OOMB_Q_BLOCK", "96", "64 or 128"),
+        ("OOMB_Q_BLOCK", "auto", "64 or 128"),
+        ("OOMB_PAGE_BUDGET", "many", "None"),
+    ],
+)
+def test_sparse_settings_that_are_wrong_in_the_environment(variable: str, text: str, allowed: str) -> None:
+    with pytest.raises(ValueError, match=rf"{variable}(?s:.*)Allowed:[^\n]*{allowed}"):
+        from_environment({variable: text})
+
+
+def test_a_list_means_the_same_wherever_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "preset.yaml"
+    path.write_text("attention: sparse\ndense_layers: [0, -1]\npage_budget: null\n")
+    block = {"attention": "sparse", "dense_layers": [0, -1]}
+    variables = {"OOMB_DENSE_LAYERS": "0,-1", "OOMB_CONFIG": str(path)}
+    python = Source.of_python(OombConfig(attention="sparse", dense_layers=(0, -1)), "here")
+    got = resolve(*gather({"oomb": block}, python, environ=variables))
+    assert got.config == OombConfig.from_dict(block)
+    assert not any(note.startswith("replaced") for note in got.notes)
+    assert json.loads(json.dumps(got.block())) == dict(got.block())
+    assert got.block()["dense_layers"] == [0, -1]
+    other = resolve(*gather({"oomb": block}, environ={"OOMB_DENSE_LAYERS": "1"}))
+    assert "replaced   dense_layers=[1] (OOMB_DENSE_LAYERS) replaces [0, -1] (the DeepSpeed config)" in other.notes
+    with pytest.raises(ValueError, match=r"(?s)dense_layers=\[1\] in here.*dense_layers=\[0, -1\] in the DeepSpeed"):
+        one = Source.of_python(OombConfig(attention="sparse", dense_layers=(1,)), "here")
+        resolve(*gather({"oomb": block}, one, environ={}))
+
+
 def test_a_preset_stands_alone_or_under_the_block_name(tmp_path: Path) -> None:
     path = tmp_path / "preset.yaml"
     for text in ("chunk_tokens: 512\n", "oomb:\n  chunk_tokens: 512\n"):

@@ -36,6 +36,31 @@ def test_yaml_and_both_spellings_of_options(settings: dict[str, Any], write_reci
     assert Recipe.from_yaml(path, ["--lora_target_modules", "all-linear"]).lora_target_modules == "all-linear"
 
 
+@pytest.mark.parametrize(
+    ("option", "dense_layers"),
+    [
+        (["--oomb.dense_layers", "0,1,-1"], (0, 1, -1)),
+        (["--oomb.dense_layers=[0, -1]"], (0, -1)),
+        (["--oomb.dense_layers", "-1"], (-1,)),
+        (["--oomb.dense_layers="], ()),
+        (["--oomb.dense_layers", "none"], ()),
+        (["--oomb.dense-layers", "-1,0"], (-1, 0)),
+    ],
+)
+def test_options_of_sparse_attention(
+    settings: dict[str, Any], write_recipe: Write, option: list[str], dense_layers: tuple[int, ...]
+) -> None:
+    block = {**settings.get("oomb", {}), "attention": "sparse", "dense_layers": [2], "page_budget": 90}
+    path = write_recipe(settings | {"oomb": block})
+    options = ["--oomb.q_block", "64", "--oomb.page-budget", "none", "--oomb.causal_selection", *option]
+    recipe = Recipe.from_yaml(path, options)
+    oomb = recipe.oomb
+    assert (oomb.attention, oomb.dense_layers, oomb.page_budget) == ("sparse", dense_layers, None)
+    assert (oomb.q_block, oomb.causal_selection) == (64, True)
+    assert Recipe.from_yaml(path).oomb.dense_layers == (2,)
+    assert resolve(*recipe.oomb_sources()).config == oomb
+
+
 def test_traps_of_yaml_are_read_as_meant(settings: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(settings | {"learning_rate": 0}).replace("learning_rate: 0", "learning_rate: 1e-4"))
@@ -113,6 +138,10 @@ def test_bad_settings(settings: dict[str, Any], write_recipe: Write, change: dic
         (["8"], ["'8'", "--name value"]),
         (["--oomb", "{}"], ["--oomb"]),
         (["--rope_parameters", "{a"], ["--rope_parameters", "a mapping"]),
+        (["--oomb.dense_layers", "²"], ["--oomb.dense_layers", "'²'", "a list of whole numbers"]),
+        (["--oomb.dense_layers", "0,x"], ["--oomb.dense_layers", "'0,x'", "a list of whole numbers"]),
+        (["--oomb.q_block", "96"], ["--oomb.q_block", "'96'", "64 or 128"]),
+        (["--oomb.top_k", "8"], ["top_k=8 with attention='dense'", "attention='sparse'"]),
     ],
     ids=str,
 )

@@ -1,0 +1,107 @@
+"""What the page attention kernels and their references share: scores, checks, the numerics of a launch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from oomb_kernels.layout import vector_aligned
+from oomb_kernels.page_lists import PageLists
+
+LOG2_E = 1.4426950408889634
+_SMALLEST_TILE = 16  # of a matrix product in Triton
+
+
+def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Scores before the softmax, ``[..., rows, keys]``."""
+    scores = q @ k.transpose(-1, -2) * scale
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def each_list(lists: PageLists, slots_GN: Tensor, q_HTD: Tensor) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Heads, query rows, page numbers and slots (int64) of every list, for the references."""
+    num_groups, num_blocks = lists.counts_GB.shape
+    group = q_HTD.shape[0] // num_groups
+    for g in range(num_groups):
+        for b in range(num_blocks):
+            pages = lists.pages_GBK[g, b, : int(lists.counts_GB[g, b])].long()
+            rows = slice(b * lists.block_tokens, min((b + 1) * lists.block_tokens, q_HTD.shape[1]))
+            yield slice(g * group, (g + 1) * group), rows, pages, slots_GN[g].long()[pages]
+
+
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What a kernel multiplies products by, and the cap that multiplies their tanh; scores come out in base 2."""
+    return (scale * LOG2_E, 1.0) if softcap is None else (scale / softcap, softcap * LOG2_E)
+
+
+def numeric_mode(x: Tensor) -> dict[str, Any]:
+    """How a launch multiplies: fp32 as written, 16 bits as fp32 in the interpreter."""
+    return {
+        "UP": knobs.runtime.interpret and x.dtype.itemsize == 2,
+        "PRECISION": "ieee" if x.dtype == torch.float32 or knobs.runtime.interpret else "tf32",
+    }
+
+
+def records_of(pool: Tensor, block_n: int) -> TensorDescriptor:
+    """The rows of all records, for tiles of ``[block_n, head_dim]``; what lies beyond head_dim is read as zeros."""
+    head_dim = pool.shape[3]
+    rows = pool.view(-1, head_dim)
+    assert rows.shape[0] < 2**31, "the copy engine counts rows in 32 bits"
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_n, triton.next_power_of_2(head_dim)])
+
+
+def rows_of(x_HTD: Tensor, block_m: int) -> TensorDescriptor:
+    """Rows of a head, for tiles of ``[1, block_m, head_dim]``; rows behind the last token are read as zeros."""
+    x_HTD = vector_aligned(x_HTD)
+    block = [1, block_m, triton.next_power_of_2(x_HTD.shape[2])]
+    return TensorDescriptor(x_HTD, list(x_HTD.shape), list(x_HTD.stride()), block)
+
+
+def check_page_kernels(dtype: torch.dtype, head_dim: int, page_tokens: int, block_tokens: int) -> None:
+    """Refuse sizes that the kernels cannot run, before anything is computed.
+
+    Raises:
+        ValueError: pages or query blocks that no tile divides, or a head_dim that the copy engine cannot step over.
+    """
+    if dtype == torch.float64:
+        return  # runs by the definition, in plain torch
+    step = 16 // dtype.itemsize
+    if head_dim % step:
+        raise ValueError(
+            f"head_dim must be a multiple of {step} for the sparse kernels in {dtype}.\n  Got {head_dim}.\n"
+            "  Use attention='dense' for this model."
+        )
+    for name, tokens in (("page_tokens", page_tokens), ("q_block", block_tokens)):
+        if tokens % _SMALLEST_TILE:
+            raise ValueError(
+                f"{name} must be a multiple of {_SMALLEST_TILE} for the sparse kernels.\n  Got {name}={tokens}.\n"
+                f"  Set {name}={-(-tokens // _SMALLEST_TILE) * _SMALLEST_TILE}."
+            )
+
+
+def check_kernel_inputs(pool: Tensor, lists: PageLists, *tensors: Tensor) -> None:
+    """Check sizes and layouts of a launch.
+
+    Raises:
+        ValueError: as `check_page_kernels`.
+    """
+    check_page_kernels(pool.dtype, pool.shape[3], pool.shape[2], lists.block_tokens)
+    assert pool.is_contiguous() and lists.pages_GBK.is_contiguous() and lists.counts_GB.is_contiguous()
+    assert all(x.stride(-1) == 1 for x in tensors), "the last dimension must be contiguous"
+
+
+@triton.jit
+def upcast(x, UP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """16-bit operands as fp32 in the interpreter, which multiplies bit patterns of bf16."""
+    return x.to(tl.float32) if UP else x
+
+
+@triton.jit
+def tanh(x):  # type: ignore[no-untyped-def]
+    """By the logistic function, which saturates without overflow."""
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0

@@ -1,0 +1,180 @@
+"""Attention of query blocks over their selected pages, merged with attention over other keys: the forward.
+
+Suffixes as in `page_lists`. Pages are whole and lie before every query, so there is no mask. One program owns a
+tile of query rows of one head: it starts from what the other keys gave and walks the tile's list, so the softmax
+over everything is one pass and nothing is merged afterwards.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from oomb_kernels.page_call import (
+    check_kernel_inputs,
+    each_list,
+    numeric_mode,
+    records_of,
+    score_factors,
+    scores_of,
+    tanh,
+    upcast,
+)
+from oomb_kernels.page_lists import PageLists
+from oomb_kernels.page_tiles import Tiles, choose_tiles, shared_memory_of
+
+
+def page_attention_forward_reference(
+    q_HTD: Tensor,
+    pool: Tensor,
+    slots_GN: Tensor,
+    lists: PageLists,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    others: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The definition of `page_attention_forward`, in plain torch."""
+    wide = torch.promote_types(q_HTD.dtype, torch.float32)
+    num_heads, num_tokens, head_dim = q_HTD.shape
+    out_HTD = q_HTD.new_zeros(num_tokens, num_heads, head_dim, dtype=wide).transpose(0, 1)
+    lse_HT = q_HTD.new_full((num_heads, num_tokens), -torch.inf, dtype=wide)
+    if others is not None:
+        out_HTD.copy_(others[0])
+        lse_HT.copy_(others[1])
+    for heads, rows, _, slots in each_list(lists, slots_GN, q_HTD):
+        if not slots.numel():
+            continue
+        k, v = pool[slots, 0].flatten(0, 1).to(wide), pool[slots, 1].flatten(0, 1).to(wide)
+        scores = scores_of(q_HTD[heads, rows].to(wide), k, scale, softcap)
+        before, now = lse_HT[heads, rows], torch.logsumexp(scores, -1)
+        total = torch.logaddexp(before, now)
+        weights = torch.exp(scores - total.unsqueeze(-1))
+        out_HTD[heads, rows] = out_HTD[heads, rows] * torch.exp(before - total).unsqueeze(-1) + weights @ v
+        lse_HT[heads, rows] = total
+    return out_HTD.to(q_HTD.dtype), lse_HT
+
+
+@triton.jit
+def _walk(  # type: ignore[no-untyped-def]
+    q, records, list_at, num_steps, top, total, acc, factor, cap,
+    ONLINE: tl.constexpr, SOFTCAP: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    UP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # The softmax over the pages of one list. ONLINE raises the reference `top` as larger scores come; otherwise it
+    # stays what the other keys gave, which saves a row maximum and a rescaling of the accumulator at every step.
+    SUBS: tl.constexpr = P // BLOCK_N
+    for step in range(num_steps):
+        row = tl.load(list_at + step // SUBS) * (2 * P) + (step % SUBS) * BLOCK_N
+        k = upcast(records.load([row, 0]), UP)
+        v = upcast(records.load([row + P, 0]), UP)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
+        if SOFTCAP:
+            s = cap * tanh(s)
+        if ONLINE:
+            new_top = tl.maximum(top, tl.max(s, 1))
+            rescale = tl.exp2(top - new_top)
+            total *= rescale
+            acc *= rescale[:, None]
+            top = new_top
+        p = tl.exp2(s - top[:, None])
+        total += tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return top, total, acc
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "list_room"])
+def _page_forward_kernel(  # type: ignore[no-untyped-def]
+    q, records, slots, counts, out, lse, other_out, other_lse,
+    num_tokens, num_blocks, list_room, factor, cap,
+    q_stride_h, q_stride_t, out_stride_h, out_stride_t, lse_stride_h,
+    other_stride_h, other_stride_t, other_lse_stride_h, other_lse_stride_t,
+    GROUP: tl.constexpr, Q_BLOCK: tl.constexpr, OTHERS: tl.constexpr, LIMIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    UP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # grid: (heads of a group, row tiles, KV heads): neighbours in time share pages in the L2 cache
+    group = tl.program_id(2)
+    head = (group * GROUP + tl.program_id(0)).to(tl.int64)
+    first = tl.program_id(1) * BLOCK_M
+    block = first // Q_BLOCK
+    row = first + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_D)
+    valid = row < num_tokens
+    inside = valid[:, None] & (col[None, :] < D)
+    token = row.to(tl.int64)[:, None]
+
+    q_tile = upcast(tl.load(q + head * q_stride_h + token * q_stride_t + col[None, :], mask=inside, other=0.0), UP)
+    list_number = group * num_blocks + block
+    num_steps = tl.load(counts + list_number) * (P // BLOCK_N)
+    list_at = slots + list_number.to(tl.int64) * list_room
+    if OTHERS:
+        other_lse_at = other_lse + head * other_lse_stride_h + row.to(tl.int64) * other_lse_stride_t
+        top = tl.load(other_lse_at, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
+        other_at = other_out + head * other_stride_h + token * other_stride_t + col[None, :]
+        acc = tl.load(other_at, mask=inside, other=0.0).to(tl.float32)
+        top, total, acc = _walk(
+            q_tile, records, list_at, num_steps, top, total, acc, factor, cap,
+            False, SOFTCAP, P, BLOCK_N, UP, PRECISION,
+        )  # fmt: skip
+        # Weights that the dtype of the product cannot hold, or a row without other keys: once more, online.
+        if tl.max(tl.where(total < LIMIT, 0, 1), 0) == 1:
+            top = tl.load(other_lse_at, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
+            total = tl.where(top == float("-inf"), 0.0, 1.0)
+            acc = tl.load(other_at, mask=inside, other=0.0).to(tl.float32)
+            top, total, acc = _walk(
+                q_tile, records, list_at, num_steps, top, total, acc, factor, cap,
+                True, SOFTCAP, P, BLOCK_N, UP, PRECISION,
+            )  # fmt: skip
+    else:
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        top, total, acc = _walk(
+            q_tile, records, list_at, num_steps, top, total, acc, factor, cap,
+            True, SOFTCAP, P, BLOCK_N, UP, PRECISION,
+        )  # fmt: skip
+    safe = tl.where(total > 0, total, 1.0)
+    tl.store(out + head * out_stride_h + token * out_stride_t + col[None, :], acc / safe[:, None], mask=inside)
+    row_lse = tl.where(total > 0, (top + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
+    tl.store(lse + head * lse_stride_h + row, row_lse, mask=valid)
+
+
+def launch_page_attention_forward(
+    q_HTD: Tensor,
+    pool: Tensor,
+    slots_GN: Tensor,
+    lists: PageLists,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    others: tuple[Tensor, Tensor] | None = None,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The Triton kernel of `page_attention_forward`, for 16 and 32 bits."""
+    num_heads, num_tokens, head_dim = q_HTD.shape
+    num_groups, num_blocks, room = lists.pages_GBK.shape
+    page_tokens = pool.shape[2]
+    out_HTD = q_HTD.new_empty(num_tokens, num_heads, head_dim).transpose(0, 1)
+    lse_HT = q_HTD.new_empty(num_heads, num_tokens, dtype=torch.float32)
+    other_out, other_lse = others if others is not None else (out_HTD, lse_HT)
+    check_kernel_inputs(pool, lists, q_HTD, other_out)
+    if num_tokens == 0:
+        return out_HTD, lse_HT
+    tiles = tiles or choose_tiles(
+        "forward", head_dim, page_tokens, lists.block_tokens, q_HTD.element_size(), shared_memory_of(q_HTD.device)
+    )
+    with torch.cuda.device_of(q_HTD):
+        _page_forward_kernel[(num_heads // num_groups, triton.cdiv(num_tokens, tiles.block_m), num_groups)](
+            q_HTD, records_of(pool, tiles.block_n), lists.slots_GBK(slots_GN), lists.counts_GB,
+            out_HTD, lse_HT, other_out, other_lse,
+            num_tokens, num_blocks, room, *score_factors(scale, softcap),
+            *q_HTD.stride()[:2], *out_HTD.stride()[:2], lse_HT.stride(0), *other_out.stride()[:2], *other_lse.stride(),
+            GROUP=num_heads // num_groups, Q_BLOCK=lists.block_tokens, OTHERS=others is not None,
+            LIMIT=2.0**15 if q_HTD.dtype == torch.float16 else 2.0**100, SOFTCAP=softcap is not None,
+            P=page_tokens, D=head_dim, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+            BLOCK_D=triton.next_power_of_2(head_dim), **numeric_mode(q_HTD),
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+    return out_HTD, lse_HT

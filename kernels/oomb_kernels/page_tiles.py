@@ -1,0 +1,107 @@
+"""Launch configurations of the page kernels: tile sizes, warps and pipeline stages, as measured on an H200 and cut
+down for devices with less shared memory."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, cast
+
+import torch
+import triton
+
+Kernel = Literal["forward", "backward_q", "backward_kv"]
+
+_SMALLEST_TILE = 16  # of a matrix product in Triton
+_MEASURED_SHARED_BYTES = 227 * 2**10  # of an H200
+_SMALL_BYTES = 2 * 2**10  # LSE and delta of the rows in flight, barriers, sums across warps
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """One launch configuration."""
+
+    block_m: int
+    """Query rows of a tile; divides the query block."""
+    block_n: int
+    """Tokens of a tile of a page; divides the page."""
+    num_warps: int
+    num_stages: int
+
+
+# For pages and query blocks of at least 128 tokens; others are cut down from these.
+_TILES: dict[tuple[Kernel, int], Tiles] = {
+    ("forward", 64): Tiles(128, 64, 4, 3),
+    ("forward", 128): Tiles(128, 64, 4, 2),
+    ("forward", 256): Tiles(128, 64, 8, 2),
+    ("backward_q", 64): Tiles(64, 64, 4, 4),
+    ("backward_q", 128): Tiles(128, 128, 8, 2),
+    ("backward_q", 256): Tiles(64, 64, 8, 2),
+    ("backward_kv", 64): Tiles(64, 128, 8, 3),
+    ("backward_kv", 128): Tiles(64, 64, 4, 2),
+    ("backward_kv", 256): Tiles(32, 64, 8, 2),
+}
+
+
+def choose_tiles(
+    kernel: Kernel, head_dim: int, page_tokens: int, block_tokens: int, itemsize: int, shared_bytes: int
+) -> Tiles:
+    """The configuration for a call: the measured one, or the next smaller one that the device has the memory for.
+
+    Args:
+        itemsize: bytes of an element of q; tiles of 4 bytes are half as wide.
+        shared_bytes: shared memory that one program may take, see `shared_memory_of`.
+
+    Returns: of those that fit the one with the largest block_m, then block_n, then num_stages; if none fits, the
+        smallest, which Triton refuses to launch with a message of its own.
+    """
+    width = max(64, triton.next_power_of_2(head_dim))
+    measured = _TILES[kernel, min(width, 256)]
+    limit = 128 if itemsize <= 2 else 32
+    options = [
+        Tiles(block_m, block_n, min(measured.num_warps, 4 if block_m * block_n <= 64 * 64 else 8), num_stages)
+        for block_m in _halvings(_divisor(min(block_tokens, measured.block_m, limit), block_tokens))
+        for block_n in _halvings(_divisor(min(page_tokens, measured.block_n, limit), page_tokens))
+        for num_stages in range(measured.num_stages, 0, -1)
+    ]
+    fitting = (tiles for tiles in options if shared_estimate(kernel, tiles, head_dim, itemsize) <= shared_bytes)
+    return next(fitting, options[-1])
+
+
+def shared_estimate(kernel: Kernel, tiles: Tiles, head_dim: int, itemsize: int) -> int:
+    """Bytes of shared memory that a launch takes at most, on sm_80, sm_89, sm_90 and sm_120.
+
+    A program holds the tiles of its own rows and streams two tiles of the other side, each as often as the pipeline
+    has stages. The forward and dQ never hold more than two of those: they first have to load where the next page is,
+    which takes up the other stages. In 16 bits Hopper takes this to within 2 KiB in most calls, the other
+    architectures less. Calibrated on Triton 3.6.
+    """
+    width = triton.next_power_of_2(head_dim)
+    streams_records = kernel != "backward_kv"
+    own, other = (tiles.block_m, tiles.block_n) if streams_records else (tiles.block_n, tiles.block_m)
+    held = own if kernel == "forward" else 2 * own
+    depth = min(tiles.num_stages, 2) if streams_records else tiles.num_stages
+    elements = width * (held + depth * 2 * other)
+    if itemsize > 2:
+        # FMA reads weights from there as well, and dK and dV a copy of their query rows in another layout.
+        elements += tiles.block_m * (tiles.block_n if streams_records else max(tiles.block_n, width))
+    return itemsize * elements + _SMALL_BYTES
+
+
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes of shared memory that one program may take on a device."""
+    return _shared_memory(device) if device.type == "cuda" else _MEASURED_SHARED_BYTES
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    # Not in torch's type stubs.
+    return int(cast(Any, torch.cuda.get_device_properties(device)).shared_memory_per_block_optin)
+
+
+def _halvings(size: int) -> list[int]:
+    """A power of two and its halves, down to the smallest tile of a matrix product."""
+    return [size >> shift for shift in range(size.bit_length()) if shift == 0 or size >> shift >= _SMALLEST_TILE]
+
+
+def _divisor(at_most: int, of: int) -> int:
+    """The largest power of two up to ``at_most`` that divides ``of``."""
+    return min(1 << (at_most.bit_length() - 1), of & -of)

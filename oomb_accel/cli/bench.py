@@ -1,0 +1,133 @@
+"""``oomb bench attention``: the kernel table of docs/benchmarks.md on this machine's GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oomb_accel.bench.attention import AttentionSizes, bench_attention
+from oomb_accel.bench.figures import FLOOR_FLOPS_PER_SECOND, AttentionRow, attention_table
+from oomb_accel.bench.timing import device_times
+from oomb_accel.bench.tune import tune, tuning_table
+from oomb_accel.cli import env
+from oomb_accel.config import unknown_key_message
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_QUICK: dict[str, Any] = {"chunk_tokens": 1024, "span_tokens": 4096, "top_k": [4], "past": [8192], "repeats": 3}
+_FULL: dict[str, Any] = {
+    "chunk_tokens": 8192,
+    "span_tokens": 32768,
+    "top_k": [16, 32, 64],
+    "past": [131072, 262144, 524288, 1048576],
+    "repeats": 20,
+}
+_BENCHMARKS = ["attention"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and print a table.
+
+    Raises:
+        ValueError: sizes that do not fit together.
+        RuntimeError: no GPU, or kernels that compute something wrong.
+    """
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in _BENCHMARKS:
+        print(f"oomb bench: {unknown_key_message(arguments[0], _BENCHMARKS, 'the command line')}", file=sys.stderr)
+        return 2
+    options = _parser().parse_args(arguments)
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        raise RuntimeError(
+            "oomb bench attention needs an NVIDIA GPU.\n"
+            f"  torch {torch.__version__} (CUDA {torch.version.cuda}) sees {torch.cuda.device_count()} CUDA devices.\n"
+            "  Run it on a machine with one; oomb env says what torch sees there."
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    preset = _QUICK if options.quick else _FULL
+    chosen = {
+        name: value if getattr(options, name) is None else getattr(options, name) for name, value in preset.items()
+    }
+    sizes = AttentionSizes(
+        head_dim=options.head_dim,
+        num_groups=options.kv_heads,
+        group=options.group,
+        chunk_tokens=chosen["chunk_tokens"],
+        page_tokens=options.page_tokens,
+        block_tokens=options.q_block,
+        top_k=tuple(chosen["top_k"]),
+        past=tuple(chosen["past"]),
+        dtype=_DTYPES[options.dtype],
+        span_tokens=chosen["span_tokens"],
+        seed=options.seed,
+    )
+    found = env.collect()
+    print(_describe(sizes, found, chosen["repeats"], device), flush=True)
+    measure = device_times(device, chosen["repeats"])
+    report: dict[str, Any] = {"environment": found, "sizes": _plain(sizes), "repeats": chosen["repeats"]}
+    if options.tune:
+        results = tune(sizes, measure, device, on_kernel=lambda name: print(f"trying {name}", file=sys.stderr))
+        print(tuning_table(results))
+        report["tuning"] = [result.as_dict() for result in results]
+    else:
+        rows: list[AttentionRow] = []
+        flex = not options.quick if options.flex is None else options.flex
+        for row in bench_attention(sizes, measure, device, flex=flex):
+            rows.append(row)
+            done = len(sizes.configurations())
+            print(f"{len(rows)} of {done}: {row.lists}, top-k {row.top_k}, past {row.past:,}", file=sys.stderr)
+        print(attention_table(rows))
+        report["rows"] = [row.as_dict() for row in rows]
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="oomb bench",
+        description="Measure the kernels of sparse attention on this GPU beside dense library attention and "
+        "FlexAttention on the same lists: milliseconds and TFLOP/s per visited key, all in one run. The kernels are "
+        "checked first; wrong ones are not timed.",
+    )
+    parser.add_argument("benchmark", choices=_BENCHMARKS)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--group", type=int, default=7, help="query heads of a KV head")
+    parser.add_argument("--chunk-tokens", type=int, help="queries; default 8192")
+    parser.add_argument("--page-tokens", type=int, default=128)
+    parser.add_argument("--q-block", type=int, default=128, choices=[64, 128])
+    parser.add_argument("--top-k", type=int, nargs="+", help="pages of a list; default 16 32 64")
+    parser.add_argument("--past", type=int, nargs="+", help="tokens to choose from; default 131072 ... 1048576")
+    parser.add_argument("--span-tokens", type=int, help="keys of the dense call; default 32768")
+    parser.add_argument("--dtype", default="bfloat16", choices=list(_DTYPES))
+    parser.add_argument("--repeats", type=int, help="timed turns, of which the median counts; default 20")
+    parser.add_argument("--seed", type=int, default=0, help="of the lists and tensors")
+    parser.add_argument("--quick", action="store_true", help="small sizes, few repeats, no FlexAttention")
+    parser.add_argument(
+        "--flex", action=argparse.BooleanOptionalAction, help="measure FlexAttention too, which takes a compilation"
+    )
+    parser.add_argument("--tune", action="store_true", help="try launch configurations instead and print the best")
+    parser.add_argument("--json", type=Path, help="also write everything to this file")
+    return parser
+
+
+def _describe(sizes: AttentionSizes, environment: dict[str, dict[str, Any]], repeats: int, device: torch.device) -> str:
+    versions = environment["versions"]
+    return (
+        f"{environment['devices'][str(device)]}; torch {versions['torch']}, triton {versions['triton']}\n"
+        f"{sizes.chunk_tokens:,} queries in blocks of {sizes.block_tokens}, {sizes.num_heads} heads over "
+        f"{sizes.num_groups} KV heads of {sizes.head_dim}, pages of {sizes.page_tokens} tokens, {sizes.dtype}; "
+        f"medians of {repeats}\n"
+        "Rates count what is visited: 4 x heads x queries x keys x head_dim forward, 2.5 times that backward. The "
+        "forward merges with attention over other keys and the backward has the index in it, as in training; "
+        f"selection comes on top. Floors are at {FLOOR_FLOPS_PER_SECOND / 1e12:.0f} TFLOP/s.\n"
+    )
+
+
+def _plain(sizes: AttentionSizes) -> dict[str, Any]:
+    return {name: getattr(sizes, name) if name != "dtype" else str(sizes.dtype) for name in sizes.__slots__}

@@ -1,0 +1,174 @@
+"""The dense part of a chunk's attention: its own tokens, and pages that every query attends to.
+
+It is cut into parts that a library kernel can do in one call. Parts that share query rows are merged by their LSE in
+fp32. In the backward every part is called with the *global* output and LSE, so each part's gradients are exact (the
+rule of ring attention).
+
+Legend: H query heads, G KV heads, T tokens of the chunk, D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oomb_accel.chunk_pass import ChunkPass, LayerCall
+from oomb_accel.schedule import PageRange
+from oomb_accel.selection import Reach
+from oomb_kernels import AttentionCall, dense_attention_backward, dense_attention_forward, merge_attention_
+
+
+@dataclass(frozen=True, slots=True)
+class DensePart:
+    """One kernel call: these query rows against these earlier pages and own tokens, in this order."""
+
+    rows: slice
+    pages: tuple[PageRange, ...]
+    own: slice | None
+    call: AttentionCall
+
+
+def dense_parts(layer: LayerCall, run: ChunkPass, reach: Reach | None) -> list[DensePart]:
+    """Every (query, key) pair that is not left to selection, exactly once.
+
+    Args:
+        reach: how the past is divided where pages are selected; None where all of it, or the window, is dense.
+    """
+    chunk, settings, window = run.chunk, run.settings, run.windows[layer.layer]
+    lengths = tuple(segment.num_tokens for segment in chunk.segments)
+
+    def part(
+        rows: slice, pages: tuple[PageRange, ...], own: slice | None, *segments: int, causal: bool = True
+    ) -> DensePart:
+        call = AttentionCall(
+            scale=layer.scale,
+            causal=causal,
+            window=window if causal else None,
+            softcap=layer.softcap,
+            segments=segments if len(segments) > 1 else None,
+            deterministic=settings.deterministic,
+        )
+        return DensePart(rows, tuple(filter(len, pages)), own, call)
+
+    everything, first, rest = slice(0, chunk.num_tokens), run.first_rows, slice(lengths[0], chunk.num_tokens)
+    if not chunk.past_pages:
+        return [part(everything, (), everything, *lengths)]
+    if window is None:
+        rectangles: list[tuple[PageRange, ...]] = []
+        if reach is None:
+            rectangles += [(span,) for span in _spans(chunk.past_pages, settings.span_pages)]
+        elif reach.sinks or reach.recents:
+            rectangles.append((reach.sinks, reach.recents))
+        return [part(everything, (), everything, *lengths)] + [
+            part(first, pages, None, causal=False) for pages in rectangles
+        ]
+    # A window needs the past and the own tokens in one call, since where it ends differs by row.
+    in_window = chunk.past_pages.newest(-(-(window - 1) // settings.page_tokens))
+    parts = [part(first, (in_window,), first)]
+    if len(lengths) > 1:
+        parts.append(part(rest, (), rest, *lengths[1:]))
+    return parts
+
+
+def attend_dense(
+    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, parts: list[DensePart], layer: LayerCall, run: ChunkPass
+) -> tuple[Tensor, Tensor]:
+    """One softmax over all parts.
+
+    Returns:
+        Output ``[H, T, D]``, stored token by token, in q's dtype for one part and at least fp32 for several; and LSE
+        ``[H, T]``.
+    """
+    if len(parts) == 1:
+        keys, values = _keys_of(parts[0], k_GTD, v_GTD, layer, run)
+        return dense_attention_forward(q_HTD, keys, values, parts[0].call, run.settings.backend)
+    wide = torch.promote_types(q_HTD.dtype, torch.float32)
+    num_heads, num_tokens, head_dim = q_HTD.shape
+    out_HTD = q_HTD.new_empty(num_tokens, num_heads, head_dim, dtype=wide).transpose(0, 1)
+    lse_HT = q_HTD.new_empty(num_heads, num_tokens, dtype=wide)
+    for part in parts:
+        keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
+        part_out, part_lse = dense_attention_forward(q_HTD[:, part.rows], keys, values, part.call, run.settings.backend)
+        if part.own is None:
+            merge_attention_(out_HTD[:, part.rows], lse_HT[:, part.rows], part_out, part_lse)
+        else:  # the first part of these rows
+            out_HTD[:, part.rows], lse_HT[:, part.rows] = part_out, part_lse
+    return out_HTD, lse_HT
+
+
+def attend_dense_backward(
+    dout_HTD: Tensor,
+    q_HTD: Tensor,
+    k_GTD: Tensor,
+    v_GTD: Tensor,
+    out_HTD: Tensor,
+    lse_HT: Tensor,
+    parts: list[DensePart],
+    layer: LayerCall,
+    run: ChunkPass,
+    *,
+    need_kv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the parts contribute to dQ (in the dtype of `attend_dense`'s output), and dK, dV of the chunk's own tokens.
+    Contributions to earlier pages go to the cache.
+
+    Args:
+        out_HTD, lse_HT: of the whole softmax.
+        need_kv: whether page gradients are wanted.
+    """
+    wide = torch.promote_types(q_HTD.dtype, torch.float32) if len(parts) > 1 else q_HTD.dtype
+    dq, dk, dv = torch.empty_like(q_HTD, dtype=wide), torch.empty_like(k_GTD), torch.empty_like(v_GTD)
+    for part in parts:
+        rows = part.rows
+        keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
+        part_dq, part_dk, part_dv = dense_attention_backward(
+            dout_HTD[:, rows],
+            q_HTD[:, rows],
+            keys,
+            values,
+            out_HTD[:, rows],
+            lse_HT[:, rows],
+            part.call,
+            run.settings.backend,
+        )
+        past = 0
+        for pages in part.pages:
+            tokens = slice(past, past + len(pages) * run.settings.page_tokens)
+            past = tokens.stop
+            if need_kv:
+                seed = run.rounding_seed(layer.layer)
+                run.memory.cache.add_gradients(layer.layer, pages, part_dk[:, tokens], part_dv[:, tokens], seed=seed)
+        if part.own is None:
+            dq[:, rows] += part_dq
+        else:  # the first part of these rows and the only one of these keys
+            dq[:, rows] = part_dq
+            dk[:, part.own] = part_dk[:, past:]
+            dv[:, part.own] = part_dv[:, past:]
+    return dq, dk, dv
+
+
+def _spans(pages: PageRange, span_pages: int) -> list[PageRange]:
+    """The past in spans of a few fixed sizes: whole spans, then falling powers of two of pages.
+
+    cuDNN plans once per shape, so an arbitrary remainder would cost a plan for each chunk.
+    """
+    spans = []
+    first = pages.first
+    while first < pages.end:
+        left = pages.end - first
+        size = span_pages if left >= span_pages else 1 << (left.bit_length() - 1)
+        spans.append(PageRange(first, first + size))
+        first += size
+    return spans
+
+
+def _keys_of(part: DensePart, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass) -> tuple[Tensor, Tensor]:
+    if not part.pages:
+        assert part.own is not None
+        return k_GTD[:, part.own], v_GTD[:, part.own]
+    past_k, past_v = run.memory.cache.load(layer.layer, *part.pages)
+    if part.own is None:
+        return past_k, past_v
+    return torch.cat([past_k, k_GTD[:, part.own]], 1), torch.cat([past_v, v_GTD[:, part.own]], 1)

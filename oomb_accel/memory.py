@@ -1,0 +1,32 @@
+"""What a stream remembers between passes over its chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from oomb_accel.pages import PagedKVCache
+from oomb_accel.schedule import Chunk
+from oomb_accel.selection import PageSelector
+
+Outputs = dict[int, tuple[Tensor, Tensor]]
+"""Attention output and LSE by layer: ``[H, T, D]`` and ``[H, T]``."""
+
+
+@dataclass(slots=True)
+class StreamMemory:
+    """Pages, selections and kept outputs of one stream. Each chunk is released as soon as its backward has run."""
+
+    cache: PagedKVCache
+    selector: PageSelector | None = None
+    """None where every layer attends to everything, or to its window."""
+    kept: dict[int, Outputs] = field(default_factory=dict)
+    """By index of the chunk, for those whose attention outputs are kept for the backward sweep."""
+
+    def release(self, chunk: Chunk) -> None:
+        """Forget a chunk: nothing will ask for it again."""
+        self.kept.pop(chunk.index, None)
+        self.cache.release(chunk)
+        if self.selector is not None:
+            self.selector.release(chunk)

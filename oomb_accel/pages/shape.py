@@ -1,0 +1,82 @@
+"""What pages of a model look like, and how many a stream needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from oomb_accel.schedule import ChunkSchedule, PageRange
+
+_PART_TOKENS = 16
+"""Tokens with one mean key. Longer runs hide short passages, shorter ones draw selection to single odd keys, see
+docs/sparsity.md."""
+
+
+def parts_of(page_tokens: int) -> int:
+    """Mean keys of a page: one for each run of 16 tokens, or fewer, so that it is a power of two."""
+    runs = page_tokens // math.gcd(page_tokens, _PART_TOKENS)
+    return runs & -runs
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """What pages of a model look like."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+    grad_dtype: torch.dtype
+    windows: tuple[int | None, ...]
+    """Sliding window in tokens of each layer; None where the layer attends to everything."""
+    sparse_layers: frozenset[int] = frozenset()
+    """Layers that select pages, by their mean keys. None of them has a window."""
+    sink_pages: int = 0
+    """Pages at the start of each document to which every later chunk attends in a sparse layer."""
+
+    def kept_pages(self, layer: int, pages: PageRange) -> PageRange:
+        """Those of ``pages`` that a token right behind them can still attend to in this layer."""
+        window = self.windows[layer]
+        return pages if window is None else pages.newest(-(-(window - 1) // self.page_tokens))
+
+    def num_slots(self, schedule: ChunkSchedule) -> int:
+        """Slots for every page of the stream that a later chunk attends to."""
+        return self.num_kv_heads * sum(
+            len(self.kept_pages(layer, chunk.own_pages))
+            for chunk in schedule.chunks
+            for layer in range(self.num_layers)
+        )
+
+    def sinks(self, schedule: ChunkSchedule) -> list[PageRange]:
+        """The sink pages of each document that has pages."""
+        starts = [c.own_pages.first for c in schedule.chunks if c.own_pages and not c.segments[-1].past_tokens]
+        return [
+            PageRange(first, min(first + self.sink_pages, end))
+            for first, end in pairwise([*starts, schedule.num_pages])
+        ]
+
+    @property
+    def parts(self) -> int:
+        """Mean keys of a page by which it is selected."""
+        return parts_of(self.page_tokens)
+
+    def num_bytes(self, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
+        """Bytes of everything that a stream keeps in a cache: pages, their gradients and, for selection, mean keys."""
+        num_slots, heads = self.num_slots(schedule), len(self.sparse_layers) * self.num_kv_heads
+        num_sinks = heads * sum(map(len, self.sinks(schedule))) if self.sinks_apart else 0
+        gradients = (num_slots - num_sinks) * self.slot_bytes(self.grad_dtype)
+        gradients += num_sinks * self.slot_bytes(torch.float32)
+        centroids = heads * schedule.num_pages * self.parts * self.head_dim * dtype.itemsize
+        return num_slots * self.slot_bytes(dtype) + gradients + centroids
+
+    @property
+    def sinks_apart(self) -> bool:
+        """Whether gradients of sinks have a pool of their own: in fp32, since every later chunk adds to them."""
+        return bool(self.sparse_layers) and self.grad_dtype == torch.bfloat16
+
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one page of one KV head."""
+        return 2 * self.page_tokens * self.head_dim * dtype.itemsize

@@ -1,0 +1,60 @@
+"""Settings as text, from the environment and the command line, and back to values."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any, Literal
+
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+_NOTHING = ("none", "null")
+
+
+def value_of_text(text: str, hint: Any) -> Any:
+    """The value that the text stands for.
+
+    Args:
+        text: as written.
+        hint: type of the setting, or a union of types.
+
+    Returns:
+        A value of the first type of the union that the text fits; the text itself where it fits none, or is one
+        of a setting's words.
+    """
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    for option in typing.get_args(hint) if is_union else (hint,):
+        value = _read(text.strip(), option)
+        if not isinstance(value, str):
+            return value
+    return text
+
+
+def whole_numbers(text: str) -> tuple[int, ...] | str:
+    """``0,1,-1`` or ``[0, 1, -1]`` as whole numbers, none of them for ``none`` or no text; else the text itself."""
+    if text.strip().lower() in _NOTHING:
+        return ()
+    parts = [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",") if part.strip()]
+    return tuple(map(int, parts)) if all(map(_is_number, parts)) else text
+
+
+def is_choice_of_numbers(option: Any) -> bool:
+    """Whether the type is a few numbers, such as ``Literal[64, 128]``."""
+    return typing.get_origin(option) is Literal and isinstance(typing.get_args(option)[0], int)
+
+
+def _read(text: str, option: Any) -> Any:
+    """The value as one type, or the text itself."""
+    word = text.lower()
+    if option is types.NoneType and word in _NOTHING:
+        return None
+    if option is bool and word in (*_TRUE, *_FALSE):
+        return word in _TRUE
+    if (option is int or is_choice_of_numbers(option)) and _is_number(text):
+        return int(text)
+    return whole_numbers(text) if typing.get_origin(option) is tuple else text
+
+
+def _is_number(text: str) -> bool:
+    """Whether ``int`` reads it: decimal digits, which single underscores may part."""
+    digits = text.removeprefix("-")
+    return digits.isascii() and all(part.isdecimal() for part in digits.split("_"))
