@@ -158,7 +158,7 @@ def test_figures_that_mean_little_say_so(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([*QUICK, "--top-k", "60"], ("sparse is dense here", "48 pages", "make 62", "--tokens 568", "--top-k 11")),
+        ([*QUICK, "--top-k", "60"], ("sparse is dense here", "48 pages", "make 62", "--tokens 568", "--top_k 11")),
         ([*SIZES, "--top-k", "4"], ("top_k has no meaning with dense attention", "attention='sparse'")),
         ([*QUICK, "--q-block", "96"], ("q_block", "96", "64 or 128")),
         ([*QUICK, "--dense-layers", "7"], ("dense_layers", "Got 7", "0 to 2")),
@@ -174,6 +174,23 @@ def test_nonsense_gives_a_message(
     assert main(["verify", str(folder), *arguments]) == 1
     error = capsys.readouterr().err
     assert all(word in error for word in words) and "Traceback" not in error, error
+
+
+def test_what_a_report_covers_stands_in_it(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, path = save_tiny_model(tmp_path / "model", "qwen2"), tmp_path / "report.json"
+    assert verify(folder, "--text", str(text), "--layers", "0", "--json", str(path)) == 0
+    assert "first 2 of 3 layers" in capsys.readouterr().out
+    assert json.loads(path.read_text())["exact_layers"] == 2
+
+
+@pytest.mark.parametrize("place", ["nowhere/report.json", "."])
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("oomb_accel.cli.verify.load", lambda *_: pytest.fail("work was begun"))
+    assert verify(tmp_path, "--text", str(text), "--json", place) == 1
+    assert "The report cannot be written" in capsys.readouterr().err
 
 
 def test_a_text_is_read_for_dense_attention_too(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,8 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"oomb: {unknown_key_message(words[0], list(COMMANDS), 'the command line')}", file=sys.stderr)
         return MISUSED
-    command = importlib.import_module(f"oomb_accel.cli.{words[0]}")
-    return run_guarded(lambda: int(command.main(words[1:])), f"oomb {words[0]}")
+
+    def command() -> int:  # the import as well: it takes seconds, in which somebody may press Ctrl-C
+        return int(importlib.import_module(f"oomb_accel.cli.{words[0]}").main(words[1:]))
+
+    return run_guarded(command, f"oomb {words[0]}")
 
 
 def run_guarded(command: Callable[[], int], name: str) -> int:

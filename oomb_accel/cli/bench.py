@@ -16,6 +16,7 @@ from oomb_accel.bench.figures import FLOOR_FLOPS_PER_SECOND, AttentionRow, atten
 from oomb_accel.bench.timing import device_times
 from oomb_accel.bench.tune import tune, tuning_table
 from oomb_accel.cli import env
+from oomb_accel.cli.report_file import check_writable
 from oomb_accel.config import unknown_key_message
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,6 +66,8 @@ def main(arguments: Sequence[str]) -> int:
         span_tokens=chosen["span_tokens"],
         seed=options.seed,
     )
+    if options.json is not None:
+        check_writable(options.json)
     found = env.collect()
     print(_describe(sizes, found, chosen["repeats"], device), flush=True)
     measure = device_times(device, chosen["repeats"])

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oomb_accel.cli import verify_sparse
+from oomb_accel.cli.report_file import check_writable
 from oomb_accel.cli.verify_inputs import documents_of, load, trained
 from oomb_accel.cli.verify_tables import parity_rows, parity_table
 from oomb_accel.config import SPARSE_SETTINGS, OombConfig
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         if getattr(options, name) is None:
             setattr(options, name, value)
     config = _config(options)  # contradictions come out before anything is loaded
+    if options.json is not None:
+        check_writable(options.json)
     if options.tokens < 8:
         raise ValueError(f"Too few tokens to cut into chunks.\n  Got --tokens {options.tokens}.\n  Use --tokens 600.")
     torch.manual_seed(options.seed)
@@ -132,7 +135,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="print every gradient, not only the worst ten")
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     parser.add_argument("--attention", default="dense", choices=["dense", "sparse"])
-    sparse = parser.add_argument_group("settings of sparse attention", "as in OombConfig: oomb train --help says more")
+    sparse = parser.add_argument_group(
+        "settings of sparse attention",
+        "as in OombConfig, which oomb train --help explains; but without a --top_k it is 16 on the CPU, of small pages",
+    )
     for name in SPARSE_SETTINGS:
         spellings = dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"])
         if name == "causal_selection":

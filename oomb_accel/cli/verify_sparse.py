@@ -72,7 +72,8 @@ def run(
     if (every := _mass_step(lengths)) > 1:
         print(f"mass is that of one query in {every}: the documents have up to {max(lengths):,} tokens.")
     del measured, model
-    proof = _proof(options, config, documents, facts.windows, device)
+    kept = _proof_layers(config, facts.windows)
+    proof = _proof(options, config, documents, facts.windows, kept, device)
     report: dict[str, Any] = {
         "model": options.model,
         "settings": config.to_dict(),
@@ -80,11 +81,13 @@ def run(
         "document_tokens": lengths,
         "notes": warnings,
         "mass_of_one_query_in": every,
+        "exact_layers": kept,
         **cost_rows(*cost),
         "exactness": {},
     }
     for name, compared in proof.items():
-        print(f"\nExactness in {name}: full attention with a mask of the selected pages")
+        covered = f"first {kept} of {len(facts.windows)} layers"
+        print(f"\nExactness in {name}, {covered}: full attention masked to the selected pages")
         print(parity_table(compared, show_all=options.all))
         report["exactness"][name] = parity_rows(compared)
     return all(compared.passed for compared in proof.values()), report
@@ -130,13 +133,12 @@ def _proof(
     config: OombConfig,
     documents: list[Tensor],
     windows: tuple[int | None, ...],
+    kept: int,
     device: torch.device,
 ) -> dict[str, ParityReport]:
-    """Reports by dtype. On a GPU the kernels of 16 and 32 bits are judged besides the orchestration in fp64."""
-    num_layers = len(windows)
-    dense = {layer % num_layers for layer in config.dense_layers}
-    first_sparse = min(layer for layer, window in enumerate(windows) if window is None and layer not in dense)
-    kept = max(2, first_sparse + 1)
+    """Reports by dtype, on the first ``kept`` layers. On a GPU the kernels of 16 and 32 bits are judged besides the
+    orchestration in fp64."""
+    dense = {layer % len(windows) for layer in config.dense_layers}
     config = dataclasses.replace(config, dense_layers=tuple(sorted(layer for layer in dense if layer < kept)))
     dtypes = [torch.float64]
     if device.type == "cuda" and options.dtype != "float64":
@@ -152,6 +154,13 @@ def _proof(
         else:
             found[name] = check_sparse_parity_low_precision(model, settings, short, dtype)
     return found
+
+
+def _proof_layers(config: OombConfig, windows: tuple[int | None, ...]) -> int:
+    """How many of the first layers exactness is shown on: two, and one that selects among them."""
+    dense = {layer % len(windows) for layer in config.dense_layers}
+    first_sparse = min(layer for layer, window in enumerate(windows) if window is None and layer not in dense)
+    return min(len(windows), max(2, first_sparse + 1))
 
 
 def proof_case(config: OombConfig, documents: list[Tensor], *, as_trained: bool) -> tuple[OombConfig, list[Tensor]]:
@@ -194,7 +203,7 @@ def _check_sparse(config: OombConfig, documents: list[Tensor]) -> None:
     wanted = (always + config.top_k + 1) * config.page_tokens + config.chunk_tokens
     remedy = f"Use --tokens {wanted} or more, with a text as long"
     if longest > always + 1:
-        remedy += f", or --top-k {max(1, (longest - always) // 4)}"
+        remedy += f", or --top_k {max(1, (longest - always) // 4)}"
     raise ValueError(
         "Nothing would be left out: every page is attended to, so sparse is dense here.\n"
         f"  The longest past has {longest} pages of {config.page_tokens} tokens; sinks, recent pages and top_k make "

@@ -58,7 +58,7 @@ def layer_table(
             f"{seen.attended:.1%}",
             _number(seen.pages_per_list, ".1f"),
             _number(seen.distinct_pages, ".1%"),
-            _number(mass.get(layer, math.nan), ".4f"),
+            _number(mass.get(layer, math.nan), ".2%"),
             _number(cost.cosine, ".6f"),
             _number(cost.relative_error, ".2e"),
         ]

@@ -70,7 +70,7 @@ def load_corpus(recipe: Recipe, tokenizer: Any) -> Corpus:
     elif not path.is_file():
         raise ValueError(
             f"There is no data at {recipe.data_path!r}.\n  Looked in {os.getcwd()}.\n"
-            "  Set data_path to a text file, a .jsonl file or a folder."
+            "  Give a text file, a .jsonl file or a folder as data_path (--text in oomb verify)."
         )
     elif path.suffix in TABLE_SUFFIXES:
         raise ValueError(
@@ -186,7 +186,7 @@ def _document(name: str, ids: list[int], labels: list[int] | None = None) -> Doc
 
 def _text_document(name: str, text: str, tokenizer: Any) -> Document:
     if not text.strip():
-        raise ValueError(f"{name} is empty.\n  Got no text.\n  Set data_path to a file or folder with text.")
+        raise ValueError(f"{name} is empty.\n  Got no text.\n  Give a file or folder with text.")
     return _document(name, _encode(text, tokenizer) + _end(tokenizer))
 
 
