@@ -1,6 +1,6 @@
 """Runs parts of the study as parallel processes on one device and collects their rows.
 
-    python -m benchmarks.sparsity.run quality --source /tmp/smol --work /tmp/study --out results --minutes 7
+    python -m benchmarks.sparsity.run first --source .whl/smol --work build/study --out results --minutes 7
 
 A small model does not fill a large GPU, so several processes share it. Rows are collected while the jobs run: a call
 that is ended early leaves what it has.

@@ -204,7 +204,7 @@ def _page_dkv_kernel(  # type: ignore[no-untyped-def]
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
         dk *= scale
         tile = (first_row + tl.arange(0, BLOCK_N))[:, None] * D + col[None, :]
-        inside = (col[None, :] < D) & (tl.arange(0, BLOCK_N) >= 0)[:, None]
+        inside = tl.broadcast_to(col[None, :] < D, [BLOCK_N, BLOCK_D])
         if count > max_blocks:
             partial = tl.load(ends + num_keys + key) - (count + max_blocks - 1) // max_blocks + number
             at = partials + partial.to(tl.int64) * (2 * P * D)

@@ -8,19 +8,18 @@ list.
 No function here has a gradient, and none uses atomics or an order that may vary: the same inputs give the same lists.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from oomb_kernels.page_call import numeric_mode, score_factors, scores_of, tanh, upcast
 
 _MAX_ROWS = 128
 """Pooled rows that one program scores; a block with more of them is given to several programs."""
 _PROGRAMS_WANTED = 1024
 """Below this many programs the pages are split over more of them. Fixed: no sum may depend on the device."""
 _MAX_SPLITS = 16
-_LOG2_E = math.log2(math.e)
 _PLAIN = 1e-6
 """Share of the plain weight in a page's mass: it ranks pages whose squares are too small for fp32."""
 
@@ -65,12 +64,10 @@ def page_mass_reference(
     """The definition of `page_mass`, in plain torch."""
     wide = torch.promote_types(pooled_HRD.dtype, torch.float32)
     num_groups = centroids_GCD.shape[0]
-    centroids_G1DC = centroids_GCD.to(wide).transpose(1, 2).unsqueeze(1)
+    centroids_G1CD = centroids_GCD.to(wide).unsqueeze(1)
     masses = []
     for rows_HRD in pooled_HRD.to(wide).split(block_rows, dim=1):
-        scores = rows_HRD.unflatten(0, (num_groups, -1)) @ centroids_G1DC * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores_of(rows_HRD.unflatten(0, (num_groups, -1)), centroids_G1CD, scale, softcap)
         weights = scores.softmax(-1).unflatten(-1, (-1, parts)).sum(-1)
         masses.append((weights * (weights + _PLAIN)).sum((1, 2)))
     return torch.stack(masses, 1)
@@ -87,6 +84,7 @@ def top_pages_reference(mass_GBN: Tensor, k: int) -> Tensor:
 def _load_rows(  # type: ignore[no-untyped-def]
     pooled, block, part, group, num_rows, stride_h, stride_r,
     GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    UP: tl.constexpr,
 ):  # fmt: skip
     # Rows of a block are numbered head by head. Returns them and which of them exist.
     number = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -95,32 +93,31 @@ def _load_rows(  # type: ignore[no-untyped-def]
     exists = (head < GROUP) & (row < num_rows)
     col = tl.arange(0, BLOCK_D)
     at = pooled + (group * GROUP + head.to(tl.int64))[:, None] * stride_h + row.to(tl.int64)[:, None] * stride_r
-    return tl.load(at + col[None, :], mask=exists[:, None] & (col[None, :] < D), other=0.0), exists
+    return upcast(tl.load(at + col[None, :], mask=exists[:, None] & (col[None, :] < D), other=0.0), UP), exists
 
 
 @triton.jit
 def _scores(  # type: ignore[no-untyped-def]
-    rows, centroids, part, num_parts, stride_c, scale, cap,
-    CAPPED: tl.constexpr, UPCAST: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    rows, centroids, part, num_parts, stride_c, factor, cap,
+    CAPPED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Scores of rows and parts in units of log 2; -inf for parts that do not exist.
     col = tl.arange(0, BLOCK_D)
     at = centroids + part.to(tl.int64)[None, :] * stride_c + col[:, None]
-    means = tl.load(at, mask=(part[None, :] < num_parts) & (col[:, None] < D), other=0.0)
-    if UPCAST:
-        means = means.to(tl.float32)
-    scores = tl.dot(rows, means, input_precision="ieee") * scale
-    if CAPPED:  # cap * tanh, by tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+    means = upcast(tl.load(at, mask=(part[None, :] < num_parts) & (col[:, None] < D), other=0.0), UP)
+    scores = tl.dot(rows, means, input_precision=PRECISION) * factor
+    if CAPPED:
+        scores = cap * tanh(scores)
     return tl.where(part[None, :] < num_parts, scores, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts", "split_parts"])
 def _partial_lse_kernel(  # type: ignore[no-untyped-def]
-    pooled, centroids, lse, num_rows, num_parts, split_parts, scale, cap,
+    pooled, centroids, lse, num_rows, num_parts, split_parts, factor, cap,
     pooled_stride_h, pooled_stride_r, centroids_stride_g, centroids_stride_c,
     SHARES: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr,
+    UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # grid: (query blocks x shares of their rows, KV heads, splits of the parts)
     place = tl.program_id(0)
@@ -128,18 +125,16 @@ def _partial_lse_kernel(  # type: ignore[no-untyped-def]
     split = tl.program_id(2)
     rows, _ = _load_rows(
         pooled, place // SHARES, place % SHARES, group, num_rows, pooled_stride_h, pooled_stride_r,
-        GROUP, BLOCK_ROWS, D, BLOCK_M, BLOCK_D,
+        GROUP, BLOCK_ROWS, D, BLOCK_M, BLOCK_D, UP,
     )  # fmt: skip
-    if UPCAST:
-        rows = rows.to(tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     first = split * split_parts
     for start in range(first, tl.minimum(first + split_parts, num_parts), BLOCK_N):
         part = start + tl.arange(0, BLOCK_N)
         scores = _scores(
-            rows, centroids + group * centroids_stride_g, part, num_parts, centroids_stride_c, scale, cap,
-            CAPPED, UPCAST, D, BLOCK_D,
+            rows, centroids + group * centroids_stride_g, part, num_parts, centroids_stride_c, factor, cap,
+            CAPPED, D, BLOCK_D, UP, PRECISION,
         )  # fmt: skip
         new_top = tl.maximum(top, tl.max(scores, 1))  # finite: every tile holds a part that exists
         total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(scores - new_top[:, None]), 1)
@@ -150,11 +145,12 @@ def _partial_lse_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts", "split_parts"])
 def _mass_kernel(  # type: ignore[no-untyped-def]
-    pooled, centroids, lse, mass, num_rows, num_parts, split_parts, scale, cap,
+    pooled, centroids, lse, mass, num_rows, num_parts, split_parts, factor, cap,
     pooled_stride_h, pooled_stride_r, centroids_stride_g, centroids_stride_c,
     PARTS: tl.constexpr, PLAIN: tl.constexpr,
     SHARES: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr,
+    UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # grid: (query blocks x shares of their rows, KV heads, splits of the parts); each element of the mass has one owner
     place = tl.program_id(0)
@@ -162,10 +158,8 @@ def _mass_kernel(  # type: ignore[no-untyped-def]
     split = tl.program_id(2)
     rows, exists = _load_rows(
         pooled, place // SHARES, place % SHARES, group, num_rows, pooled_stride_h, pooled_stride_r,
-        GROUP, BLOCK_ROWS, D, BLOCK_M, BLOCK_D,
+        GROUP, BLOCK_ROWS, D, BLOCK_M, BLOCK_D, UP,
     )  # fmt: skip
-    if UPCAST:
-        rows = rows.to(tl.float32)
     here = group * tl.num_programs(0) + place
     partial = lse + here * tl.num_programs(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     top = tl.load(partial)
@@ -180,8 +174,8 @@ def _mass_kernel(  # type: ignore[no-untyped-def]
     for start in range(first, tl.minimum(first + split_parts, num_parts), BLOCK_N):
         part = start + tl.arange(0, BLOCK_N)
         scores = _scores(
-            rows, centroids + group * centroids_stride_g, part, num_parts, centroids_stride_c, scale, cap,
-            CAPPED, UPCAST, D, BLOCK_D,
+            rows, centroids + group * centroids_stride_g, part, num_parts, centroids_stride_c, factor, cap,
+            CAPPED, D, BLOCK_D, UP, PRECISION,
         )  # fmt: skip
         weights = tl.where(exists[:, None], tl.exp2(scores - row_lse[:, None]), 0.0)
         weights = tl.sum(tl.reshape(weights, (BLOCK_M, BLOCK_N // PARTS, PARTS)), 2)
@@ -259,17 +253,12 @@ def launch_page_mass(
     split_parts = triton.cdiv(num_tiles, splits) * block_n
     splits = triton.cdiv(num_parts, split_parts)
     lse = pooled_HRD.new_empty(num_groups, places, splits, block_m, dtype=torch.float32)
-    if softcap is None:
-        factor, cap = scale * _LOG2_E, 0.0
-    else:
-        factor, cap = 2 * scale * _LOG2_E / softcap, softcap * _LOG2_E
-    sizes = (num_rows, num_parts, split_parts, factor, cap)
+    sizes = (num_rows, num_parts, split_parts, *score_factors(scale, softcap))
     strides = (*pooled_HRD.stride()[:2], *centroids_GCD.stride()[:2])
     constants = {
         "SHARES": shares, "GROUP": group, "BLOCK_ROWS": block_rows, "D": head_dim,
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d,
-        "CAPPED": softcap is not None,
-        "UPCAST": not pooled_HRD.is_cuda,  # the interpreter multiplies bit patterns of bf16
+        "CAPPED": softcap is not None, **numeric_mode(pooled_HRD),
     }  # fmt: skip
     launch = {"num_warps": 4 if block_m <= 64 else 8, "num_stages": 2}
     with torch.cuda.device_of(pooled_HRD):

@@ -295,6 +295,6 @@ def _shared_memory(rank: int, config: dict[str, Any]) -> bool:
     return bool(deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU DeepSpeed does not build this operator")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="DeepSpeed has its shared-memory operator on CPUs only")
 def test_shared_memory_collectives_are_off_on_the_cpu(tmp_path: Path) -> None:
     assert run_ranks(_shared_memory, {}, folder=tmp_path, ranks=1) == [False]

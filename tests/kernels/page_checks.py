@@ -12,7 +12,7 @@ from oomb_kernels.page_backward import launch_page_attention_dkv, launch_page_at
 from oomb_kernels.page_forward import launch_page_attention_forward
 from oomb_kernels.page_index import launch_build_page_index
 from tests.kernels.page_reference import PageAttention, PageProblem, plain_page_attention, selected, shuffled_slots
-from tests.kernels.reference import ON_GPU, assert_close_in, assert_equal_by_definition
+from tests.kernels.reference import INTERPRETED, ON_GPU, assert_close_in, assert_equal_by_definition
 
 SPARE = 2  # slots of a gradient pool that belong to no page
 
@@ -53,7 +53,6 @@ def launch_backward(
 PUBLIC = Functions(page_attention_forward, page_attention_backward)
 KERNELS = Functions(launch_page_attention_forward, launch_backward)
 
-INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted here")
 # For properties that are not about rounding. On CPU the public functions are the definitions in plain torch.
 EVERYWHERE = pytest.mark.parametrize(
     ("functions", "device"),

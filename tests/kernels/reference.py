@@ -13,11 +13,11 @@ from oomb_kernels import AttentionCall
 
 _HAS_CUDA = torch.cuda.is_available()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not _HAS_CUDA, reason="needs a CUDA device")]
-_INTERPRETED = [pytest.mark.skipif(_HAS_CUDA, reason="Triton compiles for the GPU here; nothing is interpreted")]
+INTERPRETED = pytest.mark.skipif(_HAS_CUDA, reason="Triton compiles for the GPU here; nothing is interpreted")
 
 # The interpreter multiplies bit patterns of bfloat16 in places, so bfloat16 kernels are tested on a GPU only.
 TRITON_PLACES = [
-    *(pytest.param("cpu", d, marks=_INTERPRETED, id=f"interpreted-{d}") for d in (torch.float32, torch.float16)),
+    *(pytest.param("cpu", d, marks=INTERPRETED, id=f"interpreted-{d}") for d in (torch.float32, torch.float16)),
     *(pytest.param("cuda", d, marks=ON_GPU, id=f"gpu-{d}") for d in (torch.float32, torch.float16, torch.bfloat16)),
 ]
 

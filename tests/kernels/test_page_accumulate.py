@@ -8,7 +8,7 @@ from torch import Tensor
 
 from oomb_kernels import accumulate_pages
 from oomb_kernels.page_accumulate import accumulate_pages_reference, launch_accumulate_pages
-from tests.kernels.reference import ON_GPU, TRITON_PLACES, token_major
+from tests.kernels.reference import INTERPRETED, ON_GPU, TRITON_PLACES, token_major
 
 Accumulate = Callable[..., None]
 GROUPS, PAGES, PAGE, DIM, SPARE = 2, 3, 5, 12, 2
@@ -18,7 +18,7 @@ KERNEL_PLACES = [
     pytest.param(
         launch_accumulate_pages,
         "cpu",
-        marks=pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted here"),
+        marks=INTERPRETED,
         id="interpreted",
     ),
     pytest.param(launch_accumulate_pages, "cuda", marks=ON_GPU, id="gpu"),

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomb_kernels import AttentionCall, dense_attention_backward, dense_attention_forward
-from tests.kernels.page_checks import EVERYWHERE, INTERPRETED, KERNELS, PUBLIC, Functions, check, run
+from tests.kernels.page_checks import EVERYWHERE, KERNELS, PUBLIC, Functions, check, run
 from tests.kernels.page_reference import PATTERNS, SHIFTS, any_lists, make_problem, plain_page_attention
 from tests.kernels.pairwise import pairwise
-from tests.kernels.reference import ON_GPU, TRITON_PLACES, assert_equal_by_definition
+from tests.kernels.reference import INTERPRETED, ON_GPU, TRITON_PLACES, assert_equal_by_definition
 
 # Scores far above the other keys' overflow on purpose: the kernel notices and starts again.
 pytestmark = pytest.mark.filterwarnings(

@@ -10,7 +10,6 @@ from torch import Tensor
 from oomb_kernels.page_index import build_page_index
 from tests.kernels.page_checks import (
     EVERYWHERE,
-    INTERPRETED,
     KERNELS,
     PUBLIC,
     Functions,
@@ -22,7 +21,7 @@ from tests.kernels.page_checks import (
     used_pages,
 )
 from tests.kernels.page_reference import PageProblem, make_problem, plain_page_attention, shuffled_slots
-from tests.kernels.reference import ON_GPU, TRITON_PLACES
+from tests.kernels.reference import INTERPRETED, ON_GPU, TRITON_PLACES
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from oomb_kernels import PageLists
 from oomb_kernels.page_index import PageIndex, build_page_index, build_page_index_reference, launch_build_page_index
-from tests.kernels.page_checks import INTERPRETED
 from tests.kernels.page_reference import PATTERNS, any_lists, make_lists
-from tests.kernels.reference import ON_GPU
+from tests.kernels.reference import INTERPRETED, ON_GPU
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 

@@ -44,7 +44,7 @@ def check_builds(builds: list[Build]) -> None:
         # Both are looked up: Triton takes the second one from sm_100 on.
         assert knobs.nvidia.ptxas.path and knobs.nvidia.ptxas_blackwell.path
     except RuntimeError as error:
-        pytest.skip(f"compiling without a GPU needs ptxas: {error}")
+        pytest.skip(f"compiling without a GPU needs ptxas of Triton's wheel: {error}")
     wrong = []
     for build, size in zip(builds, shared_bytes(builds), strict=True):
         estimate = shared_estimate(build.kernel, build.tiles, build.head_dim, ITEMSIZE[build.dtype])

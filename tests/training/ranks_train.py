@@ -208,7 +208,3 @@ def train_and_die(rank: int, settings: Settings, place: str, step: int) -> None:
 
             patch.setattr(torch, "save", killing(torch.save, lambda obj, file, *_, **__: f"-{step}/" in str(file)))
         loop.train(recipe_of(settings))
-
-
-def files_below(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
