@@ -16,7 +16,8 @@ from torch import Tensor
 from oomb_kernels.page_call import numeric_mode, score_factors, scores_of, tanh, upcast
 
 _MAX_ROWS = 128
-"""Pooled rows that one program scores; a block with more of them is given to several programs."""
+"""Pooled rows that one program scores: those of several small blocks, as mean keys are read once per program, or a
+share of the rows of a large one."""
 _PROGRAMS_WANTED = 1024
 """Below this many programs the pages are split over more of them. Fixed: no sum may depend on the device."""
 _MAX_SPLITS = 16
@@ -82,12 +83,16 @@ def top_pages_reference(mass_GBN: Tensor, k: int) -> Tensor:
 
 @triton.jit
 def _load_rows(  # type: ignore[no-untyped-def]
-    pooled, block, part, group, num_rows, stride_h, stride_r,
-    GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    UP: tl.constexpr,
+    pooled, place, group, num_rows, stride_h, stride_r,
+    BLOCKS: tl.constexpr, SHARES: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
-    # Rows of a block are numbered head by head. Returns them and which of them exist.
-    number = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    # The place's rows, and which of them exist: of BLOCKS whole blocks, or one of the SHARES of one. Rows of a block are
+    # numbered head by head.
+    ROWS: tl.constexpr = BLOCK_M // BLOCKS
+    number = tl.arange(0, BLOCK_M)
+    block = place // SHARES * BLOCKS + number // ROWS
+    number = place % SHARES * ROWS + number % ROWS
     head = number // BLOCK_ROWS
     row = block * BLOCK_ROWS + number % BLOCK_ROWS
     exists = (head < GROUP) & (row < num_rows)
@@ -115,17 +120,17 @@ def _scores(  # type: ignore[no-untyped-def]
 def _partial_lse_kernel(  # type: ignore[no-untyped-def]
     pooled, centroids, lse, num_rows, num_parts, split_parts, factor, cap,
     pooled_stride_h, pooled_stride_r, centroids_stride_g, centroids_stride_c,
-    SHARES: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, D: tl.constexpr,
+    BLOCKS: tl.constexpr, SHARES: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr,
     UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # grid: (query blocks x shares of their rows, KV heads, splits of the parts)
+    # grid: (places: query blocks, a few together or in shares of their rows; KV heads; splits of the parts)
     place = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     rows, _ = _load_rows(
-        pooled, place // SHARES, place % SHARES, group, num_rows, pooled_stride_h, pooled_stride_r,
-        GROUP, BLOCK_ROWS, D, BLOCK_M, BLOCK_D, UP,
+        pooled, place, group, num_rows, pooled_stride_h, pooled_stride_r,
+        BLOCKS, SHARES, GROUP, BLOCK_ROWS, D, BLOCK_M, BLOCK_D, UP,
     )  # fmt: skip
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -143,22 +148,22 @@ def _partial_lse_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse + at * BLOCK_M + tl.arange(0, BLOCK_M), top + tl.log2(total))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_parts", "split_parts"])
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "num_parts", "split_parts"])
 def _mass_kernel(  # type: ignore[no-untyped-def]
-    pooled, centroids, lse, mass, num_rows, num_parts, split_parts, factor, cap,
+    pooled, centroids, lse, mass, num_rows, num_blocks, num_parts, split_parts, factor, cap,
     pooled_stride_h, pooled_stride_r, centroids_stride_g, centroids_stride_c,
     PARTS: tl.constexpr, PLAIN: tl.constexpr,
-    SHARES: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, D: tl.constexpr,
+    BLOCKS: tl.constexpr, SHARES: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr,
     UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # grid: (query blocks x shares of their rows, KV heads, splits of the parts); each element of the mass has one owner
+    # grid: as above; each element of the mass has one owner
     place = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     rows, exists = _load_rows(
-        pooled, place // SHARES, place % SHARES, group, num_rows, pooled_stride_h, pooled_stride_r,
-        GROUP, BLOCK_ROWS, D, BLOCK_M, BLOCK_D, UP,
+        pooled, place, group, num_rows, pooled_stride_h, pooled_stride_r,
+        BLOCKS, SHARES, GROUP, BLOCK_ROWS, D, BLOCK_M, BLOCK_D, UP,
     )  # fmt: skip
     here = group * tl.num_programs(0) + place
     partial = lse + here * tl.num_programs(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -170,6 +175,9 @@ def _mass_kernel(  # type: ignore[no-untyped-def]
         total = total * tl.exp2(top - new_top) + tl.exp2(value - new_top)
         top = new_top
     row_lse = top + tl.log2(total)
+    num_pages = num_parts // PARTS
+    block = place // SHARES * BLOCKS + tl.arange(0, BLOCKS)
+    mass_row = group * num_blocks * SHARES + block * SHARES + place % SHARES
     first = split * split_parts
     for start in range(first, tl.minimum(first + split_parts, num_parts), BLOCK_N):
         part = start + tl.arange(0, BLOCK_N)
@@ -178,10 +186,11 @@ def _mass_kernel(  # type: ignore[no-untyped-def]
             CAPPED, D, BLOCK_D, UP, PRECISION,
         )  # fmt: skip
         weights = tl.where(exists[:, None], tl.exp2(scores - row_lse[:, None]), 0.0)
-        weights = tl.sum(tl.reshape(weights, (BLOCK_M, BLOCK_N // PARTS, PARTS)), 2)
+        weights = tl.sum(tl.reshape(weights, (BLOCKS, BLOCK_M // BLOCKS, BLOCK_N // PARTS, PARTS)), 3)
         page = start // PARTS + tl.arange(0, BLOCK_N // PARTS)
-        at = mass + here * (num_parts // PARTS) + page
-        tl.store(at, tl.sum(weights * (weights + PLAIN), 0), mask=page < num_parts // PARTS)
+        at = mass + mass_row[:, None] * num_pages + page[None, :]
+        inside = (block[:, None] < num_blocks) & (page[None, :] < num_pages)
+        tl.store(at, tl.sum(weights * (weights + PLAIN), 1), mask=inside)
 
 
 @triton.jit
@@ -243,29 +252,34 @@ def launch_page_mass(
     group = num_heads // num_groups
     wide = pooled_HRD.dtype.itemsize > 2  # tiles of fp32 take twice the shared memory
     block_d = max(16, triton.next_power_of_2(head_dim))
-    block_m = min(_MAX_ROWS // 2 if wide else _MAX_ROWS, max(16, triton.next_power_of_2(group * block_rows)))
+    max_rows = _MAX_ROWS // 2 if wide else _MAX_ROWS
+    rows = min(max_rows, triton.next_power_of_2(group * block_rows))
+    num_blocks = triton.cdiv(num_rows, block_rows)
+    blocks = min(max_rows // rows, triton.next_power_of_2(num_blocks))
+    block_m = max(16, blocks * rows)  # what the matrix unit takes at least
     block_n = max(parts, 32 if wide else (64 if block_d > 128 else 128))
-    shares = triton.cdiv(group * block_rows, block_m)
-    places = triton.cdiv(num_rows, block_rows) * shares
-    mass = pooled_HRD.new_empty(num_groups, places, num_parts // parts, dtype=torch.float32)
+    shares = triton.cdiv(group * block_rows, rows)
+    places = triton.cdiv(num_blocks, blocks) * shares
+    mass = pooled_HRD.new_empty(num_groups, num_blocks * shares, num_parts // parts, dtype=torch.float32)
     num_tiles = triton.cdiv(num_parts, block_n)
     splits = min(num_tiles, _MAX_SPLITS, triton.cdiv(_PROGRAMS_WANTED, places * num_groups))
     split_parts = triton.cdiv(num_tiles, splits) * block_n
     splits = triton.cdiv(num_parts, split_parts)
     lse = pooled_HRD.new_empty(num_groups, places, splits, block_m, dtype=torch.float32)
-    sizes = (num_rows, num_parts, split_parts, *score_factors(scale, softcap))
+    sizes = (num_parts, split_parts, *score_factors(scale, softcap))
     strides = (*pooled_HRD.stride()[:2], *centroids_GCD.stride()[:2])
     constants = {
-        "SHARES": shares, "GROUP": group, "BLOCK_ROWS": block_rows, "D": head_dim,
+        "BLOCKS": blocks, "SHARES": shares, "GROUP": group, "BLOCK_ROWS": block_rows, "D": head_dim,
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d,
         "CAPPED": softcap is not None, **numeric_mode(pooled_HRD),
     }  # fmt: skip
     launch = {"num_warps": 4 if block_m <= 64 else 8, "num_stages": 2}
     with torch.cuda.device_of(pooled_HRD):
         grid = (places, num_groups, splits)
-        _partial_lse_kernel[grid](pooled_HRD, centroids_GCD, lse, *sizes, *strides, **constants, **launch)
+        _partial_lse_kernel[grid](pooled_HRD, centroids_GCD, lse, num_rows, *sizes, *strides, **constants, **launch)
         _mass_kernel[grid](
-            pooled_HRD, centroids_GCD, lse, mass, *sizes, *strides, PARTS=parts, PLAIN=_PLAIN, **constants, **launch
+            pooled_HRD, centroids_GCD, lse, mass, num_rows, num_blocks, *sizes, *strides,
+            PARTS=parts, PLAIN=_PLAIN, **constants, **launch,
         )  # fmt: skip
     return mass.unflatten(1, (-1, shares)).sum(2) if shares > 1 else mass
 
