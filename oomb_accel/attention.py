@@ -52,6 +52,7 @@ class _ChunkAttention(torch.autograd.Function):
         kept = run.kept
         known = kept.get(layer.layer) if kept is not None else None
         out_HTD, lse_HT = known or _attend(q_HTD, k_GTD, v_GTD, layer, run, selected)
+        run.memory.cache.settle(layer.layer)
         if kept is not None:
             kept[layer.layer] = (out_HTD, lse_HT)
         ctx.save_for_backward(q_HTD, k_GTD, v_GTD, out_HTD, lse_HT)
@@ -76,6 +77,7 @@ class _ChunkAttention(torch.autograd.Function):
             ctx.selected,
             need_kv=need_k or need_v,
         )
+        ctx.run.memory.cache.settle(ctx.layer.layer)
         return dq if need_q else None, dk if need_k else None, dv if need_v else None, None, None, None
 
 

@@ -91,6 +91,17 @@ class OombConfig(_Given):
     page_grad_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage of page gradients. Sums are always made in fp32; bfloat16 is rounded stochastically."""
 
+    offload: bool | Auto = "auto"
+    """Keep pages that the device has no room for in host memory. ``"auto"`` does so where they do not fit; False lets
+    such a step fail; True keeps no more on the device than chunks need at once, whether or not more would fit."""
+
+    device_pages_gib: float | Auto = "auto"
+    """Device memory for pages and their gradients. ``"auto"`` is what is free when a step starts, less what a chunk
+    needs otherwise."""
+
+    host_memory_gib: float | Auto = "auto"
+    """Most host memory that this process pins for pages. ``"auto"`` is its share of what the machine has free."""
+
     keep_outputs: bool | Auto = "auto"
     """Keep attention outputs and LSE of the forward sweep, so that the recompute skips attention.
 
@@ -141,6 +152,7 @@ class OombConfig(_Given):
                 f"  Set span_tokens={max(self.page_tokens, _default('span_tokens'))}."
             )
         self._check_sparse()
+        self._check_memory()
         if self.deterministic and self.backend == "cudnn":
             raise ValueError(
                 "backend='cudnn' has no deterministic backward.\n"
@@ -161,6 +173,20 @@ class OombConfig(_Given):
                 "The pages that one block selects must fit the budget of its chunk.\n"
                 f"  Got page_budget={self.page_budget} with top_k={self.top_k}.\n"
                 f"  Set page_budget={self.top_k} or more, or leave it out for no bound."
+            )
+
+    def _check_memory(self) -> None:
+        for name in ("device_pages_gib", "host_memory_gib"):
+            value = getattr(self, name)
+            if value != "auto" and not 0 < value < float("inf"):
+                raise ValueError(
+                    f"{name} must be a size in GiB.\n  Got {name}={value}.\n  Set {name}='auto' (the default)."
+                )
+        if self.offload is False and self.host_memory_gib != "auto":
+            raise ValueError(
+                "host_memory_gib has no meaning without offload.\n"
+                f"  Got host_memory_gib={self.host_memory_gib} with offload=False.\n"
+                "  Set offload='auto' (the default), or leave host_memory_gib out."
             )
 
     @classmethod
@@ -205,6 +231,7 @@ def checked_setting(name: str, value: Any) -> Any:
     expected = _TYPES[name]
     options = typing.get_args(expected) if _is_union(expected) else (expected,)
     value = tuple(value) if isinstance(value, list) else value
+    value = float(value) if type(value) is int and float in options else value
     if any(_fits(value, option) for option in options):
         return value
     wanted = " or ".join(_spell(option) for option in options)
@@ -238,7 +265,7 @@ def _fits(value: object, option: Any) -> bool:
 def _spell(option: Any) -> str:
     if typing.get_origin(option) is Literal:
         return " or ".join(repr(choice) for choice in typing.get_args(option))
-    words = {bool: "True or False", int: "a whole number", types.NoneType: "None"}
+    words = {bool: "True or False", int: "a whole number", float: "a number", types.NoneType: "None"}
     return words.get(option, "a list of whole numbers")
 
 

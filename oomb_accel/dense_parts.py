@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from oomb_accel.chunk_pass import ChunkPass, LayerCall
+from oomb_accel.past import past_ranges
 from oomb_accel.schedule import PageRange
 from oomb_accel.selection import Reach
 from oomb_kernels import AttentionCall, dense_attention_backward, dense_attention_forward, merge_attention_
@@ -53,20 +54,15 @@ def dense_parts(layer: LayerCall, run: ChunkPass, reach: Reach | None) -> list[D
         return DensePart(rows, tuple(filter(len, pages)), own, call)
 
     everything, first, rest = slice(0, chunk.num_tokens), run.first_rows, slice(lengths[0], chunk.num_tokens)
-    if not chunk.past_pages:
-        return [part(everything, (), everything, *lengths)]
-    if window is None:
-        rectangles: list[tuple[PageRange, ...]] = []
-        if reach is None:
-            rectangles += [(span,) for span in _spans(chunk.past_pages, settings.span_pages)]
-        elif reach.sinks or reach.recents:
-            rectangles.append((reach.sinks, reach.recents))
+    calls = past_ranges(
+        chunk.past_pages, window, reach, span_pages=settings.span_pages, page_tokens=settings.page_tokens
+    )
+    if window is None or not calls:
         return [part(everything, (), everything, *lengths)] + [
-            part(first, pages, None, causal=False) for pages in rectangles
+            part(first, pages, None, causal=False) for pages in calls
         ]
     # A window needs the past and the own tokens in one call, since where it ends differs by row.
-    in_window = chunk.past_pages.newest(-(-(window - 1) // settings.page_tokens))
-    parts = [part(first, (in_window,), first)]
+    parts = [part(first, calls[0], first)]
     if len(lengths) > 1:
         parts.append(part(rest, (), rest, *lengths[1:]))
     return parts
@@ -147,21 +143,6 @@ def attend_dense_backward(
             dk[:, part.own] = part_dk[:, past:]
             dv[:, part.own] = part_dv[:, past:]
     return dq, dk, dv
-
-
-def _spans(pages: PageRange, span_pages: int) -> list[PageRange]:
-    """The past in spans of a few fixed sizes: whole spans, then falling powers of two of pages.
-
-    cuDNN plans once per shape, so an arbitrary remainder would cost a plan for each chunk.
-    """
-    spans = []
-    first = pages.first
-    while first < pages.end:
-        left = pages.end - first
-        size = span_pages if left >= span_pages else 1 << (left.bit_length() - 1)
-        spans.append(PageRange(first, first + size))
-        first += size
-    return spans
 
 
 def _keys_of(part: DensePart, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import psutil
 import torch
 
+from oomb_accel.host import host_limits
 from oomb_accel.schedule import Chunk
 
 RESERVE = 0.06
@@ -43,7 +43,7 @@ class ActivationMeter:
 def free_bytes(device: torch.device) -> int:
     """Bytes that new tensors can take on the device: free ones and those that torch's allocator has cached."""
     if device.type != "cuda":
-        return int(psutil.virtual_memory().available)
+        return host_limits().available_bytes
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free + cached - int(RESERVE * total)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from oomb_accel.foresight import Foresight, Phase
 from oomb_accel.pages import PagedKVCache
 from oomb_accel.schedule import Chunk
 from oomb_accel.selection import PageSelector
@@ -23,6 +24,13 @@ class StreamMemory:
     """None where every layer attends to everything, or to its window."""
     kept: dict[int, Outputs] = field(default_factory=dict)
     """By index of the chunk, for those whose attention outputs are kept for the backward sweep."""
+    foresight: Foresight | None = None
+    """None where all pages stay on the device."""
+
+    def begin(self, chunk: Chunk, phase: Phase) -> None:
+        """A run of the model over a chunk begins, or its backward."""
+        if self.foresight is not None:
+            self.cache.begin(self.foresight.begin(chunk, phase))
 
     def release(self, chunk: Chunk) -> None:
         """Forget a chunk: nothing will ask for it again."""

@@ -221,6 +221,7 @@ class ChunkRecurrence:
         for done, chunk in enumerate(reversed(self._schedule.chunks), start=self._dummies.count + 1):
             log_probs_N, leaf_1TD = self._take_graph(chunk, embeds_1TD)
             grad_chunk_N = grad_N[chunk.first_target : chunk.end_target]
+            self._memory.begin(chunk, "backward")
             grad = self._back_propagate(gradients, log_probs_N, grad_chunk_N, leaf_1TD, last=done == self.num_passes)
             del log_probs_N, leaf_1TD
             if embeds_grad is not None and grad is not None:
@@ -263,6 +264,7 @@ class ChunkRecurrence:
 
     def _run(self, chunk: Chunk, sweep: Sweep, embeds_1TD: Tensor | None) -> Tensor:
         run = ChunkPass(chunk, sweep, self._memory, self._settings.attention, self._settings.windows)
+        self._memory.begin(chunk, "forward" if sweep == "forward" else "recompute")
         return self._call(self._model, run, embeds_1TD)
 
     def _call(self, model: ChunkModel, run: ChunkPass, embeds_1TD: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from oomb_accel.chunk_pass import ChunkPass, LayerCall
+from oomb_accel.pages import WantedLater
 from oomb_accel.selection import Reach
 from oomb_kernels import PageLists, page_attention_backward, page_attention_forward
 
@@ -23,6 +24,8 @@ class SelectedPages:
 
     reach: Reach
     lists: PageLists
+    touched: WantedLater
+    """Which candidates the lists name."""
 
 
 def selected_pages(q_HTD: Tensor, layer: LayerCall, run: ChunkPass, *, first_run: bool) -> SelectedPages | None:
@@ -44,7 +47,11 @@ def selected_pages(q_HTD: Tensor, layer: LayerCall, run: ChunkPass, *, first_run
         selector.select(layer.layer, run.chunk, first_HTD, centroids_GCD, reach, layer.scale, layer.softcap)
     if first_run:
         selector.note_queries(layer.layer, run.chunk, q_HTD)
-    return None if reach is None else SelectedPages(reach, selector.recorded(layer.layer, run.chunk))
+    if reach is None:
+        return None
+    touched = selector.touched(layer.layer, run.chunk)
+    assert touched is not None, "a layer that selects has selected"
+    return SelectedPages(reach, selector.recorded(layer.layer, run.chunk), touched)
 
 
 def attend_selected(
@@ -60,7 +67,7 @@ def attend_selected(
         Output in q's dtype and LSE of both, new tensors.
     """
     cache, candidates = run.memory.cache, selected.reach.candidates
-    slots_GN = cache.value_slots(layer.layer, candidates)
+    slots_GN = cache.value_slots(layer.layer, candidates, selected.touched)
     return page_attention_forward(
         q_HTD,
         cache.value_pool,
@@ -95,8 +102,8 @@ def attend_selected_backward(
         dQ of both parts, in q's dtype.
     """
     cache, candidates = run.memory.cache, selected.reach.candidates
-    slots_GN = cache.value_slots(layer.layer, candidates)
-    grad_slots_GN = cache.gradient_slots(layer.layer, candidates) if need_kv else None
+    slots_GN = cache.value_slots(layer.layer, candidates, selected.touched)
+    grad_slots_GN = cache.gradient_slots(layer.layer, candidates, selected.touched) if need_kv else None
     return page_attention_backward(
         dout_HTD,
         q_HTD,

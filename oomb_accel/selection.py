@@ -16,13 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from oomb_accel.pages import Wanted
 from oomb_accel.schedule import Chunk, PageRange
 from oomb_kernels import PageLists, page_mass, pool_queries, top_pages
 
-_POOLED_TOKENS = 16
+POOLED_TOKENS = 16
 """Queries whose mean is scored; a block has several such means, so that one topic in it cannot hide another."""
 
 
@@ -47,7 +49,7 @@ class SelectionSettings:
     @property
     def pooled_tokens(self) -> int:
         """Queries per pooled row: a divisor of the block."""
-        return math.gcd(_POOLED_TOKENS, self.q_block)
+        return math.gcd(POOLED_TOKENS, self.q_block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,37 @@ class Reach:
     sinks: PageRange
     recents: PageRange
     candidates: PageRange
+
+
+class TouchedPages:
+    """Which candidates a chunk's lists name, on the host as soon as the device has found out.
+
+    Args:
+        lists: all of one length.
+    """
+
+    def __init__(self, lists: PageLists) -> None:
+        pages_GX = lists.pages_GBK.flatten(1)
+        num_bytes = -(-lists.num_pages // 8)
+        named = torch.zeros(pages_GX.shape[0], 8 * num_bytes, dtype=torch.uint8, device=pages_GX.device)
+        named.scatter_(1, pages_GX.long(), 1)
+        bits = (named.unflatten(1, (num_bytes, 8)) << torch.arange(8, dtype=torch.uint8, device=named.device)).sum(
+            2, dtype=torch.uint8
+        )
+        self._num_pages = lists.num_pages
+        self._copied: torch.cuda.Event | None = None
+        if bits.is_cuda:
+            self._bits = torch.empty(bits.shape, dtype=bits.dtype, pin_memory=True).copy_(bits, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(bits.device))
+        else:
+            self._bits = bits
+
+    def __call__(self) -> Wanted:
+        """``[N, G]``. Waits where the device is not there yet."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return np.unpackbits(self._bits.numpy(), axis=1, count=self._num_pages, bitorder="little").T.astype(bool)
 
 
 OnSelection: TypeAlias = Callable[[int, Chunk, Reach, PageLists], None]
@@ -80,6 +113,7 @@ class PageSelector:
         self._on_selection = on_selection
         self._lists: dict[int, dict[int, PageLists]] = {}
         """By chunk, then layer."""
+        self._touched: dict[int, dict[int, TouchedPages]] = {}
         self._last_queries: dict[int, tuple[int, Tensor]] = {}
         """By layer: a chunk, and the pooled queries ``[H, R, D]`` at its end."""
 
@@ -149,6 +183,7 @@ class PageSelector:
             pages_GBK = pages_GBK.expand(centroids_GCD.shape[0], -1, -1).contiguous()
         counts_GB = torch.full(pages_GBK.shape[:2], pages_GBK.shape[2], dtype=torch.int32, device=pages_GBK.device)
         recorded[layer] = PageLists(pages_GBK, counts_GB, settings.q_block, len(reach.candidates))
+        self._touched.setdefault(chunk.index, {})[layer] = TouchedPages(recorded[layer])
         if self._on_selection is not None:
             self._on_selection(layer, chunk, reach, recorded[layer])
         return recorded[layer]
@@ -157,9 +192,14 @@ class PageSelector:
         """The lists that ``select`` chose."""
         return self._lists[chunk.index][layer]
 
+    def touched(self, layer: int, chunk: Chunk) -> TouchedPages | None:
+        """Which candidates they name; None where the layer did not select."""
+        return self._touched.get(chunk.index, {}).get(layer)
+
     def release(self, chunk: Chunk) -> None:
         """Forget the chunk's lists: it has run for the last time."""
         self._lists.pop(chunk.index, None)
+        self._touched.pop(chunk.index, None)
 
     def _mass(
         self,

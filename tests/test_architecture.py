@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # the layers that stand above it may import it.
 LAYERS = (
     {"config", "schedule", "progress", "sampler", "setting_text", "sources"},
+    {"host"},
     {"pages"},
     {"selection"},
     {"memory", "chunk_pass"},

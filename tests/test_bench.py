@@ -20,7 +20,7 @@ from oomb_accel.bench.flex import block_mask, flex_tasks
 from oomb_accel.bench.lists import KINDS, draw_lists
 from oomb_accel.bench.timing import Task
 from oomb_accel.cli import bench, main
-from oomb_kernels import page_attention_backward, page_attention_forward
+from oomb_kernels import page_attention_backward, page_attention_forward, page_mass
 from oomb_kernels.page_backward import unit_blocks
 from oomb_kernels.page_index import build_page_index
 from oomb_kernels.page_tiles import Tiles
@@ -38,7 +38,10 @@ TINY = AttentionSizes(
     dtype=torch.float32,
     span_tokens=32,
 )
-TIMES = {"forward": 2.0, "backward": 10.0, "index": 0.5, "selection": 0.25, "dense forward": 1.0, "dense backward": 2.0}
+TIMES = {
+    **{"forward": 2.0, "merged forward": 2.125, "backward float32": 10.0, "backward bfloat16": 8.0},
+    **{"index": 0.5, "selection": 0.25, "dense forward": 1.0, "dense backward": 2.0},
+}
 
 
 def made_up(tasks: Mapping[str, Task]) -> dict[str, float]:
@@ -90,19 +93,71 @@ def test_a_row_counts_what_is_visited() -> None:
     assert rows[1].forward == Timed(2.0, visited) and rows[1].backward == Timed(10.0, 2.5 * visited)
     assert rows[1].forward.tflops == pytest.approx(visited / 2e-3 / 1e12)
     assert rows[1].forward.floor_ms == pytest.approx(visited / 700e12 * 1e3)
-    assert (rows[1].index_ms, rows[1].selection_ms) == (0.5, 0.25)
+    assert (rows[1].index_ms, rows[1].selection_ms, rows[1].merge_ms) == (0.5, 0.25, 0.125)
     # The dense call visits 32 keys in half the time and a fifth of it; so it does 4/3 and 10/3 times as much per ms.
     assert rows[1].forward_ratio == pytest.approx((48 / 2.0) / (32 / 1.0))
     assert rows[1].backward_ratio == pytest.approx((48 / 10.0) / (32 / 2.0))
     assert rows[1].notes == ("dense is torch over 32 keys",)
 
 
+def test_the_forward_is_measured_alone_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense call has nothing to merge with, so it is compared with attention over the pages alone."""
+    inputs = AttentionInputs(TINY, 64, CPU)
+    lists = inputs.lists("random", 3)
+    pages = (inputs.q_HTD, inputs.pool, inputs.slots_GN, lists)
+    alone = page_attention_forward(*pages, scale=TINY.scale)
+    merged = page_attention_forward(*pages, scale=TINY.scale, others=inputs.dense)
+    tasks = attention.own_tasks(inputs, lists, *merged)
+    for name, wanted in (("forward", alone), ("merged forward", merged)):
+        found: Any = tasks[name].run(tasks[name].prepare())
+        assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    assert not torch.equal(alone[0], merged[0])
+
+
+def test_page_gradients_have_a_row_for_each_dtype() -> None:
+    sizes = replace(TINY, page_grad_dtypes=(torch.float32, torch.bfloat16))
+    seen: list[set[str]] = []
+
+    def measure(tasks: Mapping[str, Task]) -> dict[str, float]:
+        seen.append(set(tasks))
+        return made_up(tasks)
+
+    rows = list(bench_attention(sizes, measure, CPU, flex=False))
+    assert len(rows) == sizes.num_rows == 12 and len(seen) == 6, "both in the same turns"
+    assert all({"backward float32", "backward bfloat16"} <= names for names in seen)
+    assert [(row.page_grads, row.backward.ms) for row in rows[:4]] == [("float32", 10.0), ("bfloat16", 8.0)] * 2
+    assert rows[0].forward == rows[1].forward and rows[1].as_dict()["page_grads"] == "bfloat16"
+    inputs = AttentionInputs(sizes, 64, CPU)
+    lists = inputs.lists("random", 3)
+    tasks = attention.own_tasks(inputs, lists, *inputs.dense)
+    tasks["backward bfloat16"].run(tasks["backward bfloat16"].prepare())
+    held = {dtype: bool(pool.any()) for dtype, pool in inputs.grad_pools.items()}
+    assert held == {torch.float32: False, torch.bfloat16: True}
+
+
+def test_selection_is_measured_as_training_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the library's mean keys per page, and the library's means of queries."""
+    inputs = AttentionInputs(replace(TINY, page_tokens=128, past=(1024,)), 1024, CPU)
+    assert inputs.parts == 8 and inputs.centroids_GCD.shape == (2, 8 * 8, 16)
+    asked: dict[str, Any] = {}
+
+    def mass(pooled: torch.Tensor, centroids: torch.Tensor, **settings: Any) -> torch.Tensor:
+        asked.update(settings, rows=pooled.shape[1], keys=centroids.shape[1])
+        return page_mass(pooled, centroids, **settings)
+
+    monkeypatch.setattr(attention, "page_mass", mass)
+    pages = attention.own_tasks(inputs, inputs.lists("random", 3), *inputs.dense)["selection"].run(None)
+    assert isinstance(pages, torch.Tensor) and pages.shape == (2, 2, 3)
+    assert asked == {"parts": 8, "scale": 0.25, "block_rows": 4, "rows": 8, "keys": 64}
+
+
 def test_the_table_shows_figures_and_gaps() -> None:
     rows = list(bench_attention(TINY, made_up, CPU, flex=False))
     lines = attention_table([*rows, AttentionRow("random", 64, 2**20, notes=("too long",))]).splitlines()
     assert len({line.count("|") for line in lines[:9]}) == 1
-    assert lines[3].startswith("| random | 3 | 64 | 2.00 | 0.00 | 0 | 0.75x | - | 10.00 |")
-    assert lines[8] == "| random | 64 | 1,048,576" + " | -" * 12 + " | - / - |"
+    assert lines[3].startswith("| random | 3 | 64 | 2.00 | 0.00 | 0 | 0.75x | - | +0.125 | float32 | 10.00 |")
+    assert lines[3].endswith("| 0.500 | 0.250 | 0 / 0 |") and "| pool + score + top ms |" in lines[0]
+    assert lines[8] == "| random | 64 | 1,048,576" + " | -" * 6 + " | float32" + " | -" * 7 + " | - / - |"
     assert lines[9:] == ["- dense is torch over 32 keys", "- too long"]
 
 
@@ -137,8 +192,10 @@ def test_lists_are_distinct_ascending_and_repeatable(kind: Any) -> None:
 
 
 def test_right_kernels_pass_the_check() -> None:
-    found = check_kernels(CheckSize(16, 2, 3, 16, 64), torch.float32, CPU)
-    assert set(found) == {"output", "dQ", "dK and dV"}
+    found = check_kernels(CheckSize(16, 2, 3, 16, 64), torch.float32, CPU, (torch.float32, torch.bfloat16))
+    rounded = found.pop("dK and dV in bfloat16")
+    assert 1e-4 < rounded[0] <= rounded[1] < 0.01, "what a record holds is rounded to 8 bits"
+    assert set(found) == {"output", "output of the pages alone", "dQ", "dK and dV"}
     assert all(error <= limit < 1e-5 for error, limit in found.values())
 
 
@@ -159,6 +216,12 @@ def without_last_page(*args: Any, **kwargs: Any) -> Any:
 
 def without_other_keys(*args: Any, others: Any, **kwargs: Any) -> Any:
     return page_attention_forward(*args, **kwargs)
+
+
+def over_other_keys_only(*args: Any, others: Any, **kwargs: Any) -> Any:
+    """Right where it merges, wrong where there is nothing to merge with."""
+    out, lse = page_attention_forward(*args, others=others, **kwargs)
+    return (out, lse) if others is not None else (torch.zeros_like(out), lse)
 
 
 def without_page_gradients(*args: Any, **kwargs: Any) -> Any:
@@ -195,6 +258,7 @@ def with_half_dq(*args: Any, **kwargs: Any) -> Any:
     [
         ("page_attention_forward", without_last_page, "output is off"),
         ("page_attention_forward", without_other_keys, "output is off"),
+        ("page_attention_forward", over_other_keys_only, "output of the pages alone is off by 1"),
         ("page_attention_backward", without_page_gradients, "dK and dV is off by 1"),
         ("page_attention_backward", without_cut_pages, "dK and dV is off"),
         ("page_attention_backward", over_earlier_gradients, "dK and dV is off"),
@@ -212,6 +276,9 @@ def test_the_speed_of_wrong_kernels_is_not_told(
 
     with pytest.raises(RuntimeError, match=what):
         list(bench_attention(TINY, never, CPU, flex=False))
+    if what.startswith("dK and dV"):
+        with pytest.raises(RuntimeError, match="dK and dV in bfloat16 is off"):
+            list(bench_attention(replace(TINY, page_grad_dtypes=(torch.bfloat16,)), never, CPU, flex=False))
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -287,15 +354,26 @@ def test_tuning_prefers_the_fastest_and_says_what_does_not_run() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("extra", [[], ["--flex"], ["--q-block", "64", "--head-dim", "64", "--dtype", "float16"]])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [],
+        ["--flex"],
+        ["--q-block", "64", "--head-dim", "64", "--dtype", "float16"],
+        ["--page-grad-dtype", "float32", "bfloat16"],
+    ],
+)
 def test_quick_run_on_a_gpu(tmp_path: Path, extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
     assert main(["bench", "attention", "--quick", "--json", str(path), *extra]) == 0
     assert "| random | 4 | 8,192 |" in capsys.readouterr().out
     report = json.loads(path.read_text())
-    assert [row["lists"] for row in report["rows"]] == ["random", "zipf", "hot page"]
+    grads = extra[1:] if "--page-grad-dtype" in extra else ["float32"]
+    found = [(row["lists"], row["page_grads"]) for row in report["rows"]]
+    assert found == [(kind, dtype) for kind in ("random", "zipf", "hot page") for dtype in grads]
     for row in report["rows"]:
         assert all(row[name] > 0 for name in ("forward_ms", "backward_ms", "index_ms", "selection_ms"))
+        assert row["forward_ms"] + row["merge_ms"] > 0
         assert row["forward_ratio"] > 0 and row["backward_ratio"] > 0
         assert (row["flex_forward_ms"] is not None) == ("--flex" in extra)
 
@@ -307,6 +385,17 @@ def test_tuning_on_a_gpu(tmp_path: Path) -> None:
     results = json.loads(path.read_text())["tuning"]
     assert {result["kernel"] for result in results} == {"forward", "backward_q", "backward_kv"}
     assert all(result["ms"] or not result["is_chosen"] for result in results)
+
+
+def test_page_gradients_are_fp32_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    read = bench._parser().parse_args
+    assert read(["attention"]).page_grad_dtype == ["float32"]
+    assert read(["attention", "--page-grad-dtype", "float32", "bfloat16"]).page_grad_dtype == ["float32", "bfloat16"]
+    with pytest.raises(SystemExit):
+        read(["attention", "--page-grad-dtype", "float16"])
+    assert "bfloat16" in capsys.readouterr().err
+    plain = bench._plain(replace(TINY, page_grad_dtypes=(torch.bfloat16,)))
+    assert json.loads(json.dumps(plain))["page_grad_dtypes"] == ["torch.bfloat16"]
 
 
 def test_full_sizes_are_those_of_the_documented_table() -> None:

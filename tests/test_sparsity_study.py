@@ -283,3 +283,20 @@ def test_the_driver_collects_the_rows_of_its_jobs_and_names_those_that_fail(
     found = [json.loads(line) for line in file.read_text().splitlines()]
     assert {row["job"] for row in found} == {"setup", "native_grid"}
     assert {row["study"] for row in found} == {"setup", "loss"}
+
+
+def test_names_in_a_plot_cover_no_point_and_no_other_name() -> None:
+    from benchmarks.sparsity import plots
+
+    figure, (axes,) = plots._axes(1)
+    points = {f"selection-{i}": (0.5 + 0.001 * (i % 3), 0.05 + 0.0004 * i) for i in range(9)} | {"far": (0.2, 0.2)}
+    for point in points.values():
+        axes.plot(*point, marker="o")
+    axes.margins(0.2)
+    plots._name_points(axes, points)
+    boxes = [plots.Text.get_window_extent(text) for text in axes.texts]
+    assert [text.get_text() for text in axes.texts] == list(points)
+    assert all(box.count_overlaps(boxes) == 1 for box in boxes), "each overlaps with itself alone"
+    dots = axes.transData.transform(list(points.values()))
+    assert not any(box.contains(*dot) for box in boxes for dot in dots)
+    plots.plt.close(figure)

@@ -27,7 +27,7 @@ from benchmarks.sparsity.texts import Ids, held_out_documents
 from benchmarks.sparsity.variants import VARIANTS, Variant
 from oomb_accel.chunk_pass import ChunkPass, LayerCall
 from oomb_accel.selected_part import SelectedPages
-from oomb_accel.selection import PageSelector, SelectionSettings
+from oomb_accel.selection import PageSelector, SelectionSettings, TouchedPages
 from oomb_kernels import PageLists, top_pages
 
 Labels = dict[str, Any]
@@ -189,7 +189,10 @@ def selecting_by(variant: Variant) -> Hook:
             lists = PageLists(pages_GBK, counts_GB, q_block, len(reach.candidates))
             selector._lists.setdefault(run.chunk.index, {})[layer.layer] = lists
         before[layer.layer] = q_HTD[:, -q_block:]
-        return None if reach is None else SelectedPages(reach, selector.recorded(layer.layer, run.chunk))
+        if reach is None:
+            return None
+        lists = selector.recorded(layer.layer, run.chunk)
+        return SelectedPages(reach, lists, TouchedPages(lists))
 
     return select
 

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from benchmarks.sparsity.scene import Scene
 from oomb_accel.pages.shape import parts_of
+from oomb_accel.selection import POOLED_TOKENS as POOLED
 from oomb_kernels import page_centroids, page_mass, pool_queries
 
-POOLED = 16
-"""Queries per pooled row in the library."""
 Variant = Callable[[Scene], Tensor]
 
 

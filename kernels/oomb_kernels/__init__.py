@@ -1,5 +1,5 @@
 """Attention, page and loss operations on plain tensors: library kernels and Triton on CUDA, plain torch
-elsewhere.
+elsewhere. And copies of page records between host and device memory.
 
 Nothing here knows models, layers or chunks, and no function records an autograd graph: callers own the
 gradients.
@@ -20,15 +20,20 @@ from oomb_kernels.page_call import check_page_kernels
 from oomb_kernels.page_lists import PageLists
 from oomb_kernels.page_select import page_centroids, page_mass, pool_queries, top_pages
 from oomb_kernels.page_store import load_pages, store_pages
+from oomb_kernels.record_copy import CopyMethod, available_copy_methods, best_copy_method, copy_records
 from oomb_kernels.token_loss import token_log_probs, token_log_probs_backward_
 
 __all__ = [
     "AttentionCall",
+    "CopyMethod",
     "PageLists",
     "accumulate_pages",
     "available_backends",
+    "available_copy_methods",
+    "best_copy_method",
     "check_page_kernels",
     "choose_backend",
+    "copy_records",
     "dense_attention_backward",
     "dense_attention_forward",
     "deterministic_algorithms",

@@ -22,6 +22,7 @@ def store_pages_reference(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: 
 def load_pages_reference(pool: Tensor, slots_GN: Tensor) -> tuple[Tensor, Tensor]:
     """The definition of `load_pages`, in plain torch."""
     record_GN2PD = pool[slots_GN.long()]
+    record_GN2PD[slots_GN < 0] = 0
     k_GNPD, v_GNPD = record_GN2PD.unbind(2)
     return k_GNPD.flatten(1, 2).contiguous(), v_GNPD.flatten(1, 2).contiguous()
 
@@ -39,6 +40,7 @@ def _move_pages_kernel(  # type: ignore[no-untyped-def]
     col = tl.arange(0, BLOCK_D)
     valid = (row[:, None] < P) & (col[None, :] < D)
     slot = tl.load(slots + group * slots_stride_g + page * slots_stride_n).to(tl.int64)
+    there = valid & (slot >= 0)
     record_k = pool + slot * (2 * P * D) + row[:, None] * D + col[None, :]
     record_v = record_k + P * D
     token = (page * P + row)[:, None]
@@ -48,8 +50,8 @@ def _move_pages_kernel(  # type: ignore[no-untyped-def]
         tl.store(record_k, tl.load(k_at, mask=valid), mask=valid)
         tl.store(record_v, tl.load(v_at, mask=valid), mask=valid)
     else:
-        tl.store(k_at, tl.load(record_k, mask=valid), mask=valid)
-        tl.store(v_at, tl.load(record_v, mask=valid), mask=valid)
+        tl.store(k_at, tl.load(record_k, mask=there, other=0.0), mask=valid)
+        tl.store(v_at, tl.load(record_v, mask=there, other=0.0), mask=valid)
 
 
 def _launch_move_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor, *, store: bool) -> None:
@@ -99,7 +101,8 @@ def store_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor) ->
 
 @torch.no_grad()
 def load_pages(pool: Tensor, slots_GN: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `store_pages`: k_GTD and v_GTD, [G, n*P, D], contiguous, in the pool's dtype."""
+    """The inverse of `store_pages`: k_GTD and v_GTD, [G, n*P, D], contiguous, in the pool's dtype. A slot of -1 is a page
+    of zeros."""
     return launch_load_pages(pool, slots_GN) if pool.is_cuda else load_pages_reference(pool, slots_GN)
 
 

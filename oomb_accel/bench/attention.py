@@ -19,6 +19,7 @@ from oomb_accel.bench.flex import compiled_flex, flex_tasks
 from oomb_accel.bench.lists import Kind, draw_lists
 from oomb_accel.bench.timing import Measure, Task
 from oomb_accel.pages.shape import parts_of
+from oomb_accel.selection import POOLED_TOKENS
 from oomb_kernels import (
     AttentionCall,
     PageLists,
@@ -33,9 +34,6 @@ from oomb_kernels import (
 )
 from oomb_kernels.page_backward import unit_blocks
 from oomb_kernels.page_index import build_page_index
-
-_SUB_TOKENS = 16
-"""Query rows that are pooled into one for selection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +58,8 @@ class AttentionSizes:
     dtype: torch.dtype
     span_tokens: int
     """Keys of the dense library's call."""
+    page_grad_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    """Of the page gradients that the backward adds to: a row each, measured in the same turns."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -94,8 +94,12 @@ class AttentionSizes:
         """Middle top_k and first past: where lists and launch configurations are compared."""
         return self.top_k[len(self.top_k) // 2], self.past[0]
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.configurations()) * len(self.page_grad_dtypes)
+
     def configurations(self) -> list[tuple[Kind, int, int]]:
-        """Kind of lists, top_k and past of each row, those of one past together."""
+        """Kind of lists, top_k and past of what is measured together, those of one past one after another."""
         rows: list[tuple[Kind, int, int]] = []
         for past in self.past:
             rows += [("random", top_k, past) for top_k in self.top_k]
@@ -105,7 +109,7 @@ class AttentionSizes:
 
 
 class AttentionInputs:
-    """Tensors of one past: queries, pages and their gradients, all random."""
+    """Tensors of one past: random queries and pages, and gradients of pages."""
 
     def __init__(self, sizes: AttentionSizes, past: int, device: torch.device) -> None:
         self.sizes, self.past, self.device = sizes, past, device
@@ -117,7 +121,7 @@ class AttentionInputs:
         self.num_pages = past // sizes.page_tokens
         record = (2, sizes.page_tokens, sizes.head_dim)
         self.pool = torch.randn(sizes.num_groups * self.num_pages, *record, **as_tensor)
-        self.grad_pool = torch.zeros_like(self.pool, dtype=torch.promote_types(sizes.dtype, torch.float32))
+        self.grad_pools = {dtype: torch.zeros_like(self.pool, dtype=dtype) for dtype in sizes.page_grad_dtypes}
         order = torch.randperm(len(self.pool), device=device, generator=generator)
         self.slots_GN = order.view(sizes.num_groups, self.num_pages).int()
         self.parts = parts_of(sizes.page_tokens)
@@ -137,7 +141,7 @@ class AttentionInputs:
 
     @cached_property
     def dense(self) -> tuple[Tensor, Tensor]:
-        """Output and LSE of the dense call: also what the page kernels merge with, as in training."""
+        """Output and LSE of the dense call: also what the page kernels merge with."""
         return dense_attention_forward(self.q_HTD, self.span_k, self.span_v, self.dense_call, self.backend)
 
     def lists(self, kind: Kind, top_k: int) -> PageLists:
@@ -164,39 +168,40 @@ def bench_attention(
 ) -> Iterator[AttentionRow]:
     """Check the kernels, then measure every configuration.
 
-    Yields: one row per configuration, at once. One that does not fit into memory has a note instead of figures.
+    Yields: one row per configuration and dtype of page gradients, as soon as it is measured. A configuration that does
+        not fit into memory has a note instead of figures.
 
     Raises:
         RuntimeError: the kernels are wrong; nothing is measured then.
     """
     size = CheckSize(sizes.head_dim, sizes.num_groups, sizes.group, sizes.page_tokens, sizes.block_tokens)
-    check_kernels(size, sizes.dtype, device)
+    check_kernels(size, sizes.dtype, device, sizes.page_grad_dtypes)
     inputs: AttentionInputs | None = None
     compiled: Callable[..., Any] | None = None
     for kind, top_k, past in sizes.configurations():
-        row = AttentionRow(kind, top_k, past)
+        rows = [AttentionRow(kind, top_k, past, dtype_name(dtype)) for dtype in sizes.page_grad_dtypes]
         try:
             if inputs is None or inputs.past != past:
                 inputs = None  # the old one's memory, before the new one's
                 inputs, compiled = AttentionInputs(sizes, past, device), compile_flex() if flex else None
-            yield _measured(row, inputs, measure, compiled)
+            rows = _measured(rows, inputs, measure, compiled)
         except torch.OutOfMemoryError as error:
             inputs = None
-            yield replace(row, notes=(f"past {past:,} is left out: {first_line(error)}",))
+            rows = [replace(row, notes=(f"past {past:,} is left out: {first_line(error)}",)) for row in rows]
+        yield from rows
 
 
 def own_tasks(inputs: AttentionInputs, lists: PageLists, out_HTD: Tensor, lse_HT: Tensor) -> dict[str, Task]:
-    """The page kernels as training calls them: the forward merges with attention over other keys; the backward gets
-    the merged output and LSE, and adds to a dQ.
+    """The page kernels: the forward alone, which is what a dense library's call does, and merged with attention over
+    other keys, as training calls it. The backward is that of training: it gets the merged output and LSE, and adds to
+    a dQ and to page gradients.
     """
     sizes, slots_GN, top_k = inputs.sizes, inputs.slots_GN, lists.pages_GBK.shape[-1]
 
-    def forward(_: Any) -> object:
-        return page_attention_forward(
-            inputs.q_HTD, inputs.pool, slots_GN, lists, scale=sizes.scale, others=inputs.dense
-        )
+    def forward(others: tuple[Tensor, Tensor] | None) -> object:
+        return page_attention_forward(inputs.q_HTD, inputs.pool, slots_GN, lists, scale=sizes.scale, others=others)
 
-    def backward(_: Any) -> object:
+    def backward(grad_pool: Tensor) -> object:
         return page_attention_backward(
             inputs.dout_HTD,
             inputs.q_HTD,
@@ -204,7 +209,7 @@ def own_tasks(inputs: AttentionInputs, lists: PageLists, out_HTD: Tensor, lse_HT
             lse_HT,
             inputs.pool,
             slots_GN,
-            inputs.grad_pool,
+            grad_pool,
             slots_GN,
             lists,
             scale=sizes.scale,
@@ -213,28 +218,35 @@ def own_tasks(inputs: AttentionInputs, lists: PageLists, out_HTD: Tensor, lse_HT
         )
 
     def select(_: Any) -> object:
-        pooled = pool_queries(inputs.q_HTD, _SUB_TOKENS)
+        pooled = pool_queries(inputs.q_HTD, POOLED_TOKENS)
         mass = page_mass(
             pooled,
             inputs.centroids_GCD,
             parts=inputs.parts,
             scale=sizes.scale,
-            block_rows=sizes.block_tokens // _SUB_TOKENS,
+            block_rows=sizes.block_tokens // POOLED_TOKENS,
         )
         return top_pages(mass, top_k)
 
+    backwards = {
+        f"backward {dtype_name(dtype)}": Task(backward, prepare=_constant(pool))
+        for dtype, pool in inputs.grad_pools.items()
+    }
     return {
-        "forward": Task(forward),
-        "backward": Task(backward),
+        "forward": Task(lambda _: forward(None)),
+        "merged forward": Task(lambda _: forward(inputs.dense)),
+        **backwards,
         "index": Task(lambda _: build_page_index(lists, unit_blocks(lists, inputs.pool[0].numel()))),
         "selection": Task(select),
     }
 
 
 def _measured(
-    row: AttentionRow, inputs: AttentionInputs, measure: Measure, compiled: Callable[..., Any] | None
-) -> AttentionRow:
-    sizes, lists = inputs.sizes, inputs.lists(row.lists, row.top_k)  # type: ignore[arg-type]
+    rows: list[AttentionRow], inputs: AttentionInputs, measure: Measure, compiled: Callable[..., Any] | None
+) -> list[AttentionRow]:
+    """Rows of one configuration, which differ in the dtype of page gradients."""
+    sizes, row = inputs.sizes, rows[0]
+    lists = inputs.lists(row.lists, row.top_k)  # type: ignore[arg-type]
     merged = page_attention_forward(
         inputs.q_HTD, inputs.pool, inputs.slots_GN, lists, scale=sizes.scale, others=inputs.dense
     )
@@ -268,28 +280,34 @@ def _measured(
     visited = forward_flops(sizes.num_heads, sizes.chunk_tokens, row.top_k * sizes.page_tokens, sizes.head_dim)
     dense = forward_flops(sizes.num_heads, sizes.chunk_tokens, sizes.span_tokens, sizes.head_dim)
 
-    def timed(side: str, flops: float) -> tuple[Timed, Timed]:
-        if f"{side}forward" not in ms:
-            return NOT_MEASURED, NOT_MEASURED
-        return Timed(ms[f"{side}forward"], flops), Timed(ms[f"{side}backward"], BACKWARD * flops)
+    def timed(task: str, flops: float) -> Timed:
+        return Timed(ms[task], flops) if task in ms else NOT_MEASURED
 
-    (own_f, own_b), (dense_f, dense_b), (flex_f, flex_b) = (
-        timed("", visited),
-        timed("dense ", dense),
-        timed("flex ", visited),
-    )
-    return replace(
-        row,
-        forward=own_f,
-        backward=own_b,
-        index_ms=ms["index"],
-        selection_ms=ms["selection"],
-        dense_forward=dense_f,
-        dense_backward=dense_b,
-        flex_forward=flex_f,
-        flex_backward=flex_b,
-        notes=tuple(notes),
-    )
+    return [
+        replace(
+            row,
+            forward=timed("forward", visited),
+            merge_ms=ms["merged forward"] - ms["forward"],
+            backward=timed(f"backward {row.page_grads}", BACKWARD * visited),
+            index_ms=ms["index"],
+            selection_ms=ms["selection"],
+            dense_forward=timed("dense forward", dense),
+            dense_backward=timed("dense backward", BACKWARD * dense),
+            flex_forward=timed("flex forward", visited),
+            flex_backward=timed("flex backward", BACKWARD * visited),
+            notes=tuple(notes),
+        )
+        for row in rows
+    ]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` and the like."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _constant(value: Tensor) -> Callable[[], Tensor]:
+    return lambda: value
 
 
 def first_line(error: Exception) -> str:

@@ -53,8 +53,14 @@ class _Answer(NamedTuple):
     """The part of the other keys in output, LSE and dQ: the kernels are given it."""
 
 
-def check_kernels(size: CheckSize, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[float, float]]:
-    """Run a small case as training would: beside other keys, and with page gradients that hold something already.
+def check_kernels(
+    size: CheckSize,
+    dtype: torch.dtype,
+    device: torch.device,
+    page_grad_dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+) -> dict[str, tuple[float, float]]:
+    """Run a small case as training would: beside other keys, and with page gradients that hold something already; and
+    attention over the pages alone.
 
     It has a ragged last block, lists of several lengths, an empty one among them, rows without any key, and a page
     that so many blocks attend to that its gradient is cut.
@@ -66,11 +72,21 @@ def check_kernels(size: CheckSize, dtype: torch.dtype, device: torch.device) -> 
     """
     case = _random_case(size, dtype, device)
     truth, plain = _by_definition(case, torch.float64), _by_definition(case, dtype)
-    ours = _by_kernels(case, truth)
     found: dict[str, tuple[float, float]] = {}
-    for name, tensor in ours.items():
-        allowed = 2 * _distance(plain.results[name], truth.results[name]) + torch.finfo(dtype).eps
-        found[name] = (_distance(tensor, truth.results[name]), allowed)
+
+    def compare(ours: Tensor, what: str, name: str, rounding: float = 0.0) -> None:
+        allowed = 2 * _distance(plain.results[what], truth.results[what]) + torch.finfo(dtype).eps + rounding
+        found[name] = (_distance(ours, truth.results[what]), allowed)
+
+    for name, tensor in _forwards(case, truth).items():
+        compare(tensor, name, name)
+    for grad_dtype in page_grad_dtypes:
+        dq_HTD, before, after = _backward(case, truth, grad_dtype)
+        compare(dq_HTD, "dQ", "dQ")
+        name = "dK and dV" if grad_dtype == torch.float32 else f"dK and dV in {grad_dtype}".replace("torch.", "")
+        # What was there already is rounded once more together with what is added.
+        rounding = torch.finfo(grad_dtype).eps * float(after.norm() / truth.results["dK and dV"].norm())
+        compare(after - before, "dK and dV", name, rounding)
     wrong = {name: pair for name, pair in found.items() if not pair[0] <= pair[1]}
     if wrong:
         details = "; ".join(
@@ -115,19 +131,28 @@ def _lists(size: CheckSize, device: torch.device, generator: torch.Generator) ->
     return PageLists(pages_GBK.masked_fill(~used_K, 0).int(), counts_GB.int(), size.block_tokens, _PAGES)
 
 
-def _by_kernels(case: _Case, truth: _Answer) -> dict[str, Tensor]:
-    """Output and gradients of the kernels under test, which get the part of the other keys as training gives it."""
+def _forward(case: _Case, others: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    return page_attention_forward(case.q_HTD, case.pool, case.slots_GN, case.lists, scale=case.scale, others=others)
+
+
+def _other_part(case: _Case, truth: _Answer) -> tuple[Tensor, Tensor]:
+    """Output and LSE of the other keys as training gives them to the kernels."""
     dtype = case.q_HTD.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    out_HTD, lse_HT = page_attention_forward(
-        case.q_HTD,
-        case.pool,
-        case.slots_GN,
-        case.lists,
-        scale=case.scale,
-        others=(truth.other_out_HTD.to(dtype), truth.other_lse_HT.to(wide)),
-    )
-    before = case.pool.flip(0).to(wide) / 8
+    return truth.other_out_HTD.to(dtype), truth.other_lse_HT.to(torch.promote_types(dtype, torch.float32))
+
+
+def _forwards(case: _Case, truth: _Answer) -> dict[str, Tensor]:
+    """Outputs of the kernel under test, beside the other keys and alone."""
+    return {
+        "output": _forward(case, _other_part(case, truth))[0],
+        "output of the pages alone": _forward(case, None)[0],
+    }
+
+
+def _backward(case: _Case, truth: _Answer, grad_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ of the kernels under test, and page gradients before and after, widened."""
+    out_HTD, lse_HT = _forward(case, _other_part(case, truth))
+    before = (case.pool.flip(0) / 8).to(grad_dtype)
     grad_pool = before.clone()
     dq_HTD = page_attention_backward(
         case.dout_HTD,
@@ -141,9 +166,9 @@ def _by_kernels(case: _Case, truth: _Answer) -> dict[str, Tensor]:
         case.lists,
         scale=case.scale,
         seed=0,
-        dq_HTD=truth.other_dq_HTD.to(dtype),
+        dq_HTD=truth.other_dq_HTD.to(case.q_HTD.dtype),
     )
-    return {"output": out_HTD, "dQ": dq_HTD, "dK and dV": grad_pool - before}
+    return dq_HTD, before.double(), grad_pool.double()
 
 
 def _by_definition(case: _Case, dtype: torch.dtype) -> _Answer:
@@ -174,7 +199,12 @@ def _by_definition(case: _Case, dtype: torch.dtype) -> _Answer:
     out_HTD = weights @ torch.cat([values, other_values], 1)
     out_HTD.backward(case.dout_HTD.to(dtype))
     assert q_HTD.grad is not None and other_q_HTD.grad is not None and records.grad is not None
-    results = {"output": out_HTD.detach(), "dQ": q_HTD.grad + other_q_HTD.grad, "dK and dV": records.grad}
+    results = {
+        "output": out_HTD.detach(),
+        "output of the pages alone": _softmax(scores_HTK.detach()) @ values.detach(),
+        "dQ": q_HTD.grad + other_q_HTD.grad,
+        "dK and dV": records.grad,
+    }
     other_scores = scores_HTO.detach()
     return _Answer(results, _softmax(other_scores) @ other_values, other_scores.logsumexp(-1), other_q_HTD.grad)
 

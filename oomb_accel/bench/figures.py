@@ -46,13 +46,19 @@ class AttentionRow:
     top_k: int
     past: int
     """Tokens of the candidate pages."""
+    page_grads: str = "float32"
+    """Dtype of the page gradients that the backward adds to."""
     forward: Timed = NOT_MEASURED
+    """Attention over the listed pages alone."""
+    merge_ms: float = math.nan
+    """What it takes longer when it is merged with attention over other keys, as in training. It may be less than
+    nothing: with their LSE as reference the kernel takes no row maximum."""
     backward: Timed = NOT_MEASURED
-    """dQ, dK, dV and the index that they need."""
+    """dQ, dK, dV and the index that they need, of the merged attention."""
     index_ms: float = math.nan
     """The index alone, which is part of the backward as well."""
     selection_ms: float = math.nan
-    """Pooling queries, mass of pages, the largest of it; part of neither."""
+    """Pooling queries, scoring the mean keys of all pages, taking the heaviest pages; part of neither direction."""
     dense_forward: Timed = NOT_MEASURED
     dense_backward: Timed = NOT_MEASURED
     flex_forward: Timed = NOT_MEASURED
@@ -82,8 +88,9 @@ class AttentionRow:
 
 
 _COLUMNS = (
-    *("lists", "top-k", "past", "forward ms", "floor", "TFLOP/s", "of dense", "flex"),
-    *("backward ms", "floor", "TFLOP/s", "of dense", "flex", "index ms", "selection ms", "dense TFLOP/s"),
+    *("lists", "top-k", "past", "forward ms", "floor", "TFLOP/s", "of dense", "flex", "merging ms"),
+    *("page grads", "backward ms", "floor", "TFLOP/s", "of dense", "flex"),
+    *("index ms", "pool + score + top ms", "dense TFLOP/s"),
 )
 
 
@@ -96,19 +103,21 @@ def attention_table(rows: Sequence[AttentionRow]) -> str:
 
 def _cells(row: AttentionRow) -> list[str]:
     cells = [row.lists, str(row.top_k), f"{row.past:,}"]
-    for own, ratio, flex in (
-        (row.forward, row.forward_ratio, row.flex_forward),
-        (row.backward, row.backward_ratio, row.flex_backward),
-    ):
-        cells += [
-            _number(own.ms, ".2f"),
-            "-" if math.isnan(own.ms) else f"{own.floor_ms:.2f}",
-            _number(own.tflops, ".0f"),
-            _number(ratio, ".2f") + ("" if math.isnan(ratio) else "x"),
-            _number(flex.tflops, ".0f"),
-        ]
+    cells += _direction(row.forward, row.forward_ratio, row.flex_forward)
+    cells += [_number(row.merge_ms, "+.3f"), row.page_grads]
+    cells += _direction(row.backward, row.backward_ratio, row.flex_backward)
     dense = f"{_number(row.dense_forward.tflops, '.0f')} / {_number(row.dense_backward.tflops, '.0f')}"
     return [*cells, _number(row.index_ms, ".3f"), _number(row.selection_ms, ".3f"), dense]
+
+
+def _direction(own: Timed, ratio: float, flex: Timed) -> list[str]:
+    return [
+        _number(own.ms, ".2f"),
+        "-" if math.isnan(own.ms) else f"{own.floor_ms:.2f}",
+        _number(own.tflops, ".0f"),
+        _number(ratio, ".2f") + ("" if math.isnan(ratio) else "x"),
+        _number(flex.tflops, ".0f"),
+    ]
 
 
 def _number(value: float, form: str) -> str:

@@ -138,7 +138,7 @@ def _launches(inputs: AttentionInputs) -> dict[Kernel, Launch]:
     out, lse = page_attention_forward(q, *pages, lists, scale=scale, others=inputs.dense)
     _, delta = launch_page_attention_dq(dout, q, out, lse, *pages, lists, scale=scale)
     index = build_page_index(lists, unit_blocks(lists, inputs.pool[0].numel()))
-    grads = (inputs.grad_pool, inputs.slots_GN)
+    grads = (inputs.grad_pools[sizes.page_grad_dtypes[0]], inputs.slots_GN)
     return {
         "forward": lambda tiles: launch_page_attention_forward(
             q, *pages, lists, scale=scale, others=inputs.dense, tiles=tiles

@@ -18,8 +18,10 @@ from oomb_accel.bench.tune import tune, tuning_table
 from oomb_accel.cli import env
 from oomb_accel.cli.report_file import check_writable
 from oomb_accel.config import unknown_key_message
+from oomb_accel.pages.shape import parts_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_PAGE_GRAD_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _QUICK: dict[str, Any] = {"chunk_tokens": 1024, "span_tokens": 4096, "top_k": [4], "past": [8192], "repeats": 3}
 _FULL: dict[str, Any] = {
     "chunk_tokens": 8192,
@@ -64,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         past=tuple(chosen["past"]),
         dtype=_DTYPES[options.dtype],
         span_tokens=chosen["span_tokens"],
+        page_grad_dtypes=tuple(_PAGE_GRAD_DTYPES[name] for name in dict.fromkeys(options.page_grad_dtype)),
         seed=options.seed,
     )
     if options.json is not None:
@@ -81,8 +84,9 @@ def main(arguments: Sequence[str]) -> int:
         flex = not options.quick if options.flex is None else options.flex
         for row in bench_attention(sizes, measure, device, flex=flex):
             rows.append(row)
-            done = len(sizes.configurations())
-            print(f"{len(rows)} of {done}: {row.lists}, top-k {row.top_k}, past {row.past:,}", file=sys.stderr)
+            print(
+                f"{len(rows)} of {sizes.num_rows}: {row.lists}, top-k {row.top_k}, past {row.past:,}", file=sys.stderr
+            )
         print(attention_table(rows))
         report["rows"] = [row.as_dict() for row in rows]
     if options.json is not None:
@@ -108,6 +112,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--past", type=int, nargs="+", help="tokens to choose from; default 131072 ... 1048576")
     parser.add_argument("--span-tokens", type=int, help="keys of the dense call; default 32768")
     parser.add_argument("--dtype", default="bfloat16", choices=list(_DTYPES))
+    parser.add_argument(
+        "--page-grad-dtype",
+        nargs="+",
+        default=["float32"],
+        choices=list(_PAGE_GRAD_DTYPES),
+        help="of the page gradients that the backward adds to, a row each; default float32",
+    )
     parser.add_argument("--repeats", type=int, help="timed turns, of which the median counts; default 20")
     parser.add_argument("--seed", type=int, default=0, help="of the lists and tensors")
     parser.add_argument("--quick", action="store_true", help="small sizes, few repeats, no FlexAttention")
@@ -127,10 +138,14 @@ def _describe(sizes: AttentionSizes, environment: dict[str, dict[str, Any]], rep
         f"{sizes.num_groups} KV heads of {sizes.head_dim}, pages of {sizes.page_tokens} tokens, {sizes.dtype}; "
         f"medians of {repeats}\n"
         "Rates count what is visited: 4 x heads x queries x keys x head_dim forward, 2.5 times that backward. The "
-        "forward merges with attention over other keys and the backward has the index in it, as in training; "
-        f"selection comes on top. Floors are at {FLOOR_FLOPS_PER_SECOND / 1e12:.0f} TFLOP/s.\n"
+        "forward is attention over the pages alone, as the dense call is over its keys; merging is what it takes "
+        "longer when it goes on from attention over other keys, as in training. The backward is that of training and "
+        "has the index in it. Choosing pages comes on top: pooling queries, scoring "
+        f"{parts_of(sizes.page_tokens)} mean keys of each page, taking the best. "
+        f"Floors are at {FLOOR_FLOPS_PER_SECOND / 1e12:.0f} TFLOP/s.\n"
     )
 
 
 def _plain(sizes: AttentionSizes) -> dict[str, Any]:
-    return {name: getattr(sizes, name) if name != "dtype" else str(sizes.dtype) for name in sizes.__slots__}
+    values = {name: getattr(sizes, name) for name in sizes.__slots__}
+    return values | {"dtype": str(sizes.dtype), "page_grad_dtypes": [str(dtype) for dtype in sizes.page_grad_dtypes]}

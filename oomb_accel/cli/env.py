@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from oomb_accel.host import host_limits
 from oomb_accel.progress import GIB
 
 PACKAGES = (
@@ -28,7 +28,6 @@ PACKAGES = (
     "oomb-accel",
 )
 USAGE = "usage: oomb env [--json]"
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -87,31 +86,17 @@ def _install_kind() -> str:
 
 
 def _host() -> dict[str, Any]:
-    import psutil
-
-    memory = psutil.virtual_memory()
-    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    memory = host_limits()
     shared = Path("/dev/shm")
     return {
         "cpus": os.cpu_count(),
         "usable cpus": len(os.sched_getaffinity(0)),
-        "ram total GiB": _gib(memory.total),
-        "ram available GiB": _gib(memory.available),
-        "cgroup limit GiB": _cgroup_limit(memory.total),
-        "memlock limit GiB": None if memlock == resource.RLIM_INFINITY else _gib(memlock),
+        "ram total GiB": _gib(memory.total_bytes),
+        "ram available GiB": _gib(memory.available_bytes),
+        "cgroup limit GiB": None if memory.limit_bytes is None else _gib(memory.limit_bytes),
+        "memlock limit GiB": None if memory.memlock_bytes is None else _gib(memory.memlock_bytes),
         "/dev/shm GiB": _gib(shutil.disk_usage(shared).total) if shared.is_dir() else None,
     }
-
-
-def _cgroup_limit(total_bytes: int) -> float | None:
-    for path in CGROUP_LIMITS:
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        # "max" in version 2, and a number near 2^63 in version 1, mean no limit.
-        return _gib(int(text)) if text.isdigit() and int(text) <= total_bytes else None
-    return None
 
 
 def _devices() -> dict[str, Any]:

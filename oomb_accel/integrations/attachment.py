@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +21,8 @@ from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.rope import DocumentRope
 from oomb_accel.integrations.support import ModelFacts, checkpointed_modules, sparse_layers
 from oomb_accel.keep import ActivationMeter
-from oomb_accel.pages import PageShape
+from oomb_accel.offload import Offload
+from oomb_accel.pages import PageShape, PassNeeds
 from oomb_accel.progress import ChunkEvent
 from oomb_accel.recurrence import RecurrenceSettings
 from oomb_accel.selection import OnSelection, PageSelector, SelectionSettings
@@ -60,6 +63,8 @@ class Attachment:
     """Told about every selection of pages."""
     sparse_layers: frozenset[int] = field(init=False)
     """Layers that select pages; none with dense attention."""
+    offload: Offload = field(init=False)
+    """Host memory for pages, made when it is needed."""
     rope: DocumentRope = field(init=False)
     meter: ActivationMeter = field(init=False)
     checkpointed: tuple[nn.Module, ...] = field(init=False)
@@ -74,6 +79,7 @@ class Attachment:
 
     def __post_init__(self) -> None:
         self.sparse_layers = sparse_layers(self.facts, self.config)
+        self.offload = Offload(self.config.host_memory_gib, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.rope = DocumentRope(self.base)
         self.meter = ActivationMeter(_activation_estimate(self.base))
         # Found once: a walk over all modules takes milliseconds, in which the GPU would wait at every step.
@@ -98,7 +104,7 @@ class Attachment:
         return RecurrenceSettings(
             attention=AttentionSettings(
                 backend=config.backend,
-                span_pages=config.span_tokens // config.page_tokens,
+                span_pages=self.span_pages,
                 page_tokens=config.page_tokens,
                 deterministic=config.deterministic,
             ),
@@ -171,6 +177,22 @@ class Attachment:
             causal_selection=config.causal_selection,
         )
         return PageSelector(settings, self.sparse_layers, self.on_selection)
+
+    @property
+    def span_pages(self) -> int:
+        """Most earlier pages per call of a dense layer."""
+        return self.config.span_tokens // self.config.page_tokens
+
+    def pass_needs(self) -> PassNeeds:
+        """What one pass over a chunk asks of a layer at once."""
+        config = self.config
+        blocks = -(-config.chunk_tokens // config.q_block)
+        listed = min(blocks * config.top_k, config.page_budget or sys.maxsize)
+        return PassNeeds(
+            chunk_pages=config.chunk_tokens // config.page_tokens,
+            span_pages=self.span_pages,
+            listed_pages=max(listed, config.top_k) + config.sink_pages + config.recent_pages,
+        )
 
     def page_shape(self, *, sparse: bool = False) -> PageShape:
         """What pages are like.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from oomb_accel.chunk_pass import ChunkPass
+from oomb_accel.foresight import Foresight
 from oomb_accel.gradients import DeferredGradients, ReturnedGradients
 from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.agreement import agree_on_passes, is_partitioned, num_ranks, refuse_passes
@@ -30,7 +32,9 @@ from oomb_accel.integrations.versions import check_versions
 from oomb_accel.keep import chunks_to_keep, free_bytes
 from oomb_accel.loss import target_log_probs
 from oomb_accel.memory import StreamMemory
-from oomb_accel.pages import PagedKVCache, PageShape
+from oomb_accel.offload import StreamRecords
+from oomb_accel.pages import PagedKVCache, PageShape, PassNeeds, divide, working_bytes
+from oomb_accel.progress import GIB
 from oomb_accel.recurrence import ChunkModel, ChunkRecurrence, DummyPasses, run_recurrence
 from oomb_kernels import check_page_kernels
 
@@ -194,12 +198,55 @@ def _dummy_passes(
 
 def _memory(state: Attachment, stream: Stream, device: torch.device, keep_last_graph: bool) -> StreamMemory:
     """An empty memory. Pages are selected where gradients are enabled: an evaluation is dense, as a model is
-    served."""
+    served.
+
+    Raises:
+        ValueError: pages fit neither on the device nor in host memory.
+    """
     selector = state.selector() if torch.is_grad_enabled() else None
-    shape = state.page_shape(sparse=selector is not None)
-    cache = PagedKVCache(shape, stream.schedule, device)
-    kept = _kept_chunks(state, stream, shape, device, keep_last_graph)
-    return StreamMemory(cache, selector, {index: {} for index in kept})
+    shape, schedule = state.page_shape(sparse=selector is not None), stream.schedule
+    dtype = compute_dtype(state.base, device)
+    needs = state.pass_needs()
+    rooms = divide(shape, schedule, dtype, needs, _page_bytes(state, stream, device, shape, needs))
+    if rooms is None:
+        kept = _kept_chunks(state, stream, shape, device, keep_last_graph)
+        return StreamMemory(PagedKVCache(shape, schedule, device), selector, {index: {} for index in kept})
+    state.offload.reserve(rooms.host_bytes, device)
+    foresight = Foresight(shape, schedule, selector, span_pages=state.span_pages)
+    records = StreamRecords(state.offload, shape, schedule, rooms, foresight, device)
+    return StreamMemory(PagedKVCache(shape, schedule, device, records), selector, foresight=foresight)
+
+
+def _page_bytes(state: Attachment, stream: Stream, device: torch.device, shape: PageShape, needs: PassNeeds) -> int:
+    """Device memory that pages may take.
+
+    Raises:
+        ValueError: a setting that is more than what is free.
+    """
+    config = state.config
+    if config.device_pages_gib != "auto":
+        asked, free = int(config.device_pages_gib * GIB), free_bytes(device)
+        if asked > free:
+            raise ValueError(
+                "device_pages_gib is more than the device has free.\n"
+                f"  Got device_pages_gib={config.device_pages_gib:g}; {free / GIB:.3g} GiB are free.\n"
+                f"  Set device_pages_gib={max(0, free - _other_bytes(state, stream)) / GIB:.3g} or less, or 'auto'."
+            )
+        return asked
+    if config.offload is False:
+        return sys.maxsize
+    if config.offload is True:
+        return working_bytes(shape, stream.schedule, compute_dtype(state.base, device), needs)
+    return free_bytes(device) - _other_bytes(state, stream)
+
+
+def _other_bytes(state: Attachment, stream: Stream) -> int:
+    """What a step takes on the device beside pages and kept outputs."""
+    longest = max((chunk.num_tokens for chunk in stream.schedule.chunks), default=0)
+    activations = int(longest * state.meter.bytes_per_token)
+    # Sums in fp32, what is returned, and what it is added to.
+    gradients = sum(whole_numel(p) * (4 + 2 * p.element_size()) for p in state.model.parameters() if p.requires_grad)
+    return activations + gradients + gathered_bytes(state.model)
 
 
 def _chunk_model(
@@ -290,7 +337,6 @@ def _kept_chunks(
     """Chunks whose attention outputs are kept for the backward sweep, by setting and free memory."""
     config, facts = state.config, state.facts
     chunks = stream.schedule.chunks
-    longest = max((chunk.num_tokens for chunk in chunks), default=0)
     if keep_last_graph:
         chunks = chunks[:-1]  # the last one's graph holds its outputs
     if config.keep_outputs is False or not torch.is_grad_enabled():
@@ -299,13 +345,8 @@ def _kept_chunks(
         return frozenset(chunk.index for chunk in chunks)
     dtype = compute_dtype(state.base, device)
     pages = shape.num_bytes(stream.schedule, dtype)
-    activations = longest * state.meter.bytes_per_token
-    # Sums in fp32, what is returned, and what it is added to.
-    gradients = sum(whole_numel(p) * (4 + 2 * p.element_size()) for p in state.model.parameters() if p.requires_grad)
     per_token = facts.num_layers * facts.num_heads * (facts.head_dim * dtype.itemsize + 4)
-    return chunks_to_keep(
-        chunks, per_token, free_bytes(device) - pages - activations - gradients - gathered_bytes(state.model)
-    )
+    return chunks_to_keep(chunks, per_token, free_bytes(device) - pages - _other_bytes(state, stream))
 
 
 def _normaliser(batch: dict[str, Any], stream: Stream) -> Any:

@@ -5,17 +5,25 @@ Legend: G KV heads, T tokens, D head_dim, P page_tokens, n pages, N candidate pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from oomb_accel.pages.ahead import Bringer, Itinerary, Need
 from oomb_accel.pages.centroids import CentroidBank
-from oomb_accel.pages.mover import NullMover, PageMover
+from oomb_accel.pages.room import Kind
 from oomb_accel.pages.shape import PageShape
-from oomb_accel.pages.stored import StoredPages
+from oomb_accel.pages.stored import Records, StoredPages, Wanted, WantedLater
+from oomb_accel.pages.tiered import TieredPages
 from oomb_accel.schedule import Chunk, ChunkSchedule, PageRange
 from oomb_kernels import accumulate_pages, load_pages, store_pages
+
+MakeRecords: TypeAlias = Callable[[Kind, int, torch.dtype], Records]
+"""Makes the records of a kind, given for how many there must be room and their dtype."""
 
 
 class PagedKVCache:
@@ -27,22 +35,35 @@ class PagedKVCache:
 
     Sparse layers have two things more: the mean keys of each page, and, where page gradients are bf16, a pool in
     fp32 for those of sink pages, since every later chunk of the document adds to them.
+
+    Args:
+        make_records: for values and gradients that are more than the device holds; None keeps everything there.
     """
 
     def __init__(
-        self, shape: PageShape, schedule: ChunkSchedule, device: torch.device, mover: PageMover | None = None
+        self,
+        shape: PageShape,
+        schedule: ChunkSchedule,
+        device: torch.device,
+        make_records: MakeRecords | None = None,
     ) -> None:
         self._shape = shape
         self._device = device
-        self._mover: PageMover = mover or NullMover()
+        self._make_records = make_records or self._on_device
         self._num_pages = schedule.num_pages
         self._num_slots = shape.num_slots(schedule)
         self._sinks = [sinks for sinks in shape.sinks(schedule) if sinks] if shape.sinks_apart else []
-        self._num_sink_slots = shape.num_kv_heads * len(shape.sparse_layers) * sum(map(len, self._sinks))
-        self._values: StoredPages | None = None
+        self._num_sink_slots = shape.num_sink_slots(schedule)
+        self._values: Records | None = None
         self._centroids: CentroidBank | None = None
-        self._gradients: StoredPages | None = None
-        self._sink_gradients: StoredPages | None = None
+        self._gradients: Records | None = None
+        self._sink_gradients: Records | None = None
+        self._itinerary = Itinerary()
+        self._tiered: dict[Kind, Bringer] = {}
+
+    def begin(self, needs: Sequence[Need]) -> None:
+        """A run of the model begins, which will use these pages in about this order."""
+        self._itinerary.begin(needs)
 
     @property
     def num_bytes(self) -> int:
@@ -61,23 +82,24 @@ class PagedKVCache:
         if not pages:
             return
         if self._values is None:
-            self._values = StoredPages(self._shape, self._num_pages, self._num_slots, k_GTD.dtype, self._device)
-        self._values.allocate(layer, pages)
+            self._values = self._made("values", self._num_slots, k_GTD.dtype)
+        self._values.add(layer, pages)
         start = chunk.num_tokens - len(pages) * self._shape.page_tokens  # own pages end where the chunk ends
-        slots = self._values.device_slots(layer, pages)
+        slots = self._values.use(layer, pages, write=True)
         store_pages(self._values.pool.storage, slots, k_GTD[:, start:], v_GTD[:, start:])
         if layer in self._shape.sparse_layers:
             if self._centroids is None:
                 self._centroids = CentroidBank(self._shape, self._num_pages, k_GTD.dtype, self._device)
             self._centroids.store(layer, pages, k_GTD[:, start:])
-        self._mover.written(layer, pages)
 
     def load(self, layer: int, *ranges: PageRange) -> tuple[Tensor, Tensor]:
         """K and V of earlier pages, gathered one range after another: two contiguous ``[G, n * P, D]``."""
         values = self._stored_values()
-        for pages in ranges:
-            self._mover.fetch(layer, pages)
-        return load_pages(values.pool.storage, values.device_slots(layer, *ranges))
+        slots_GN = values.use(layer, *ranges)
+        self._bring_next("values", layer, *ranges)
+        loaded = load_pages(values.pool.storage, slots_GN)
+        self._settle_dense(layer, values)
+        return loaded
 
     def centroids(self, layer: int, pages: PageRange) -> Tensor:
         """Mean keys of the parts of earlier pages of a sparse layer: ``[G, C, D]`` in K's dtype, a view. Each page has
@@ -90,35 +112,36 @@ class PagedKVCache:
         """K and V of all stored pages by slot, ``[S, 2, P, D]``."""
         return self._stored_values().pool.storage
 
-    def value_slots(self, layer: int, pages: PageRange) -> Tensor:
-        """Where K and V of earlier pages lie in ``value_pool``: int32 ``[G, N]``. Valid until pages move."""
-        values = self._stored_values()
-        self._mover.fetch(layer, pages)
-        return values.device_slots(layer, pages)
+    def value_slots(self, layer: int, pages: PageRange, wanted: WantedLater) -> Tensor:
+        """Where K and V of earlier pages lie in ``value_pool``: int32 ``[G, N]``. Valid until the layer settles.
+
+        Args:
+            wanted: ``[N, G]``; others may lie nowhere.
+        """
+        slots_GN = self._stored_values().use(layer, pages, wanted=wanted)
+        self._bring_next("values", layer, pages)
+        return slots_GN
 
     @property
     def gradient_pool(self) -> Tensor:
         """Gradients by slot, ``[S, 2, P, D]``; those of sinks may lie elsewhere."""
-        return self._gradient_pages().pool.storage
+        return self._gradient_records().pool.storage
 
-    def gradient_slots(self, layer: int, pages: PageRange) -> Tensor:
-        """Where a kernel adds gradients of these pages in ``gradient_pool``: int32 ``[G, N]``.
+    def gradient_slots(self, layer: int, pages: PageRange, wanted: WantedLater) -> Tensor:
+        """Where a kernel adds gradients of these pages in ``gradient_pool``: int32 ``[G, N]``, until the layer settles.
 
-        Each of them has a slot afterwards, and a page that had none a gradient of zero.
+        Each that is wanted has a slot afterwards, and one that had none a gradient of zero.
 
         Args:
             pages: no sinks of a sparse layer.
+            wanted: ``[N, G]``.
         """
-        gradients = self._gradient_pages()
+        gradients = self._gradient_records()
         assert self._sinks_among(layer, pages) is None, "gradients of sinks lie in their own pool"
-        for run, held in gradients.table.runs(layer, pages):
-            if not held:
-                gradients.allocate(layer, run)
-                slots = gradients.device_slots(layer, run)
-                nothing = gradients.pool.storage.new_zeros(1, 1, self._shape.head_dim)
-                zeros_GTD = nothing.expand(self._shape.num_kv_heads, len(run) * self._shape.page_tokens, -1)
-                accumulate_pages(gradients.pool.storage, slots, zeros_GTD, zeros_GTD, first=True, seed=0)
-        return gradients.device_slots(layer, pages)
+        _add_zeros(gradients, layer, pages, wanted() & ~gradients.exists(layer, pages))
+        slots_GN = gradients.use(layer, pages, wanted=wanted, write=True)
+        self._bring_next("gradients", layer, pages)
+        return slots_GN
 
     def add_gradients(self, layer: int, pages: PageRange, dk_GTD: Tensor, dv_GTD: Tensor, *, seed: int) -> None:
         """Add what a later chunk owes to these pages.
@@ -128,11 +151,14 @@ class PagedKVCache:
             seed: for stochastic rounding; the same step must use the same seeds.
         """
         for part, gradients in self._by_store(layer, pages):
-            for run, held in gradients.table.runs(layer, part):
-                if not held:
-                    gradients.allocate(layer, run)
+            exists = gradients.exists(layer, part)
+            for run, held in _runs(part, exists):
+                if held:  # selected pages have gradients of some heads only
+                    _add_zeros(gradients, layer, run, ~exists[run.first - part.first : run.end - part.first])
+                else:
+                    gradients.add(layer, run)
                 rows = self._token_rows(run, pages)
-                slots = gradients.device_slots(layer, run)
+                slots = gradients.use(layer, run, write=True)
                 accumulate_pages(
                     gradients.pool.storage,
                     slots,
@@ -141,6 +167,8 @@ class PagedKVCache:
                     first=not held,
                     seed=seed,
                 )
+                self._settle_dense(layer, gradients)
+        self._bring_next("gradients", layer, pages)
 
     def collect_gradients(self, layer: int, chunk: Chunk, dk_GTD: Tensor, dv_GTD: Tensor) -> None:
         """Add the gradients that later chunks left in the chunk's own pages to dK, dV of the chunk, in place.
@@ -152,37 +180,61 @@ class PagedKVCache:
         for gradients in (self._gradients, self._sink_gradients):
             if gradients is None or not chunk.own_pages:
                 continue
-            for run, held in gradients.table.runs(layer, chunk.own_pages):
+            for run, held in _runs(chunk.own_pages, gradients.exists(layer, chunk.own_pages)):
                 if not held:
                     continue
                 rows = self._token_rows(run, chunk.own_pages, start)
-                past_dk, past_dv = load_pages(gradients.pool.storage, gradients.device_slots(layer, run))
+                past_dk, past_dv = load_pages(gradients.pool.storage, gradients.use(layer, run))
                 dk_GTD[:, rows] += past_dk
                 dv_GTD[:, rows] += past_dv
+        self._bring_next("gradients", layer, chunk.own_pages)
+
+    def settle(self, layer: int) -> None:
+        """All kernels of this layer that use pages have been launched: pages may move."""
+        for records in (self._values, self._gradients):
+            if records:
+                records.settle(layer)
 
     def release(self, chunk: Chunk) -> None:
         """Free the chunk's own pages and their gradients: nothing will ask for them again."""
-        for pages in (self._values, self._gradients, self._sink_gradients):
-            if pages:
+        for records in (self._values, self._gradients, self._sink_gradients):
+            if records:
                 for layer in range(self._shape.num_layers):
-                    pages.table.free(layer, chunk.own_pages)
+                    records.free(layer, chunk.own_pages)
 
-    def _stored_values(self) -> StoredPages:
+    def _bring_next(self, kind: Kind, layer: int, *ranges: PageRange) -> None:
+        if self._tiered:
+            self._itinerary.passed(kind, layer, *ranges)
+            self._itinerary.bring(self._tiered)
+
+    def _settle_dense(self, layer: int, records: Records) -> None:
+        """Dense layers walk through more pages than the device may hold: each part leaves once it is used."""
+        if layer not in self._shape.sparse_layers:
+            records.settle(layer)
+
+    def _stored_values(self) -> Records:
         assert self._values is not None, "a past was stored before it is read"
         return self._values
 
-    def _gradient_pages(self) -> StoredPages:
+    def _gradient_records(self) -> Records:
         if self._gradients is None:
             num_slots = self._num_slots - self._num_sink_slots
-            self._gradients = StoredPages(self._shape, self._num_pages, num_slots, self._shape.grad_dtype, self._device)
+            self._gradients = self._made("gradients", num_slots, self._shape.grad_dtype)
         return self._gradients
 
-    def _sink_gradient_pages(self) -> StoredPages:
+    def _sink_gradient_records(self) -> Records:
         if self._sink_gradients is None:
-            self._sink_gradients = StoredPages(
-                self._shape, self._num_pages, self._num_sink_slots, torch.float32, self._device
-            )
+            self._sink_gradients = self._on_device("gradients", self._num_sink_slots, torch.float32)
         return self._sink_gradients
+
+    def _made(self, kind: Kind, num_slots: int, dtype: torch.dtype) -> Records:
+        records = self._make_records(kind, num_slots, dtype)
+        if isinstance(records, TieredPages):
+            self._tiered[kind] = records
+        return records
+
+    def _on_device(self, kind: Kind, num_slots: int, dtype: torch.dtype) -> Records:
+        return StoredPages(self._shape, self._num_pages, num_slots, dtype, self._device)
 
     def _sinks_among(self, layer: int, pages: PageRange) -> PageRange | None:
         """Those of ``pages``, all of one document, whose gradients lie in the sinks' own pool."""
@@ -193,16 +245,29 @@ class PagedKVCache:
                 return PageRange(max(pages.first, sinks.first), min(pages.end, sinks.end))
         return None
 
-    def _by_store(self, layer: int, pages: PageRange) -> Iterator[tuple[PageRange, StoredPages]]:
+    def _by_store(self, layer: int, pages: PageRange) -> Iterator[tuple[PageRange, Records]]:
         """``pages``, all of one document, cut by the pool in which their gradients lie."""
         sinks = self._sinks_among(layer, pages)
         if sinks is not None:
             assert sinks.first == pages.first, "a document starts with its sinks"
-            yield sinks, self._sink_gradient_pages()
+            yield sinks, self._sink_gradient_records()
             pages = PageRange(sinks.end, pages.end)
         if pages:
-            yield pages, self._gradient_pages()
+            yield pages, self._gradient_records()
 
     def _token_rows(self, run: PageRange, pages: PageRange, start: int = 0) -> slice:
         tokens = self._shape.page_tokens
         return slice(start + (run.first - pages.first) * tokens, start + (run.end - pages.first) * tokens)
+
+
+def _add_zeros(gradients: Records, layer: int, pages: PageRange, new: Wanted) -> None:
+    if new.any():
+        gradients.add(layer, pages, new)
+        gradients.clear(layer, pages, new)
+
+
+def _runs(pages: PageRange, exists: Wanted) -> list[tuple[PageRange, bool]]:
+    """These pages as maximal runs that all have a record (True) or all have none (False)."""
+    held = np.logical_or.reduce(exists, axis=1)
+    cuts = [0, *(np.flatnonzero(held[1:] != held[:-1]) + 1).tolist(), len(pages)]
+    return [(PageRange(pages.first + a, pages.first + b), bool(held[a])) for a, b in pairwise(cuts) if b > a]

@@ -1,27 +1,145 @@
-"""Where pages live between uses. The cache announces every use; a mover brings pages in time."""
+"""Moving records between device and host memory, apart from which and when.
+
+A mark stands for a moment on one of three streams: the one that computes, and one for each direction of copying. Work
+that must come behind it is given the mark; nothing here makes the host wait.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeAlias
 
-from oomb_accel.schedule import PageRange
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from oomb_kernels import CopyMethod, best_copy_method, copy_records
+
+Addresses: TypeAlias = npt.NDArray[np.int64]
+Mark: TypeAlias = Any
+"""A moment on a stream. None is the beginning of time."""
 
 
 class PageMover(Protocol):
-    """What the cache asks of the part that moves pages between device and host memory."""
+    """Copies in the background, ordered by marks."""
 
-    def written(self, layer: int, pages: PageRange) -> None:
-        """K and V of these pages were just written to their slots and never change again."""
+    def now(self) -> Mark:
+        """Everything that the computing stream was given so far."""
 
-    def fetch(self, layer: int, pages: PageRange) -> None:
-        """Order the compute stream behind the arrival of these pages in device slots."""
+    def wait(self, marks: Iterable[Mark]) -> None:
+        """What the computing stream is given from now on comes behind these marks."""
+
+    def upload(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
+        """Copy records from the host to the device, behind these marks."""
+
+    def download(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
+        """Copy records from the device to the host, behind these marks."""
+
+    def to_device(self, array: npt.NDArray[np.int32]) -> Tensor:
+        """A few numbers for the computing stream, which do not queue behind uploads."""
+
+    def guard(self, storage: Tensor) -> None:
+        """Nobody else gets this memory, once it is dropped, before the copies in flight have passed."""
 
 
-class NullMover:
-    """Everything stays on the device: nothing to do."""
+class HostMover:
+    """For the CPU: every copy is done at once."""
 
-    def written(self, layer: int, pages: PageRange) -> None:
+    def now(self) -> Mark:
         return None
 
-    def fetch(self, layer: int, pages: PageRange) -> None:
+    def wait(self, marks: Iterable[Mark]) -> None:
         return None
+
+    def upload(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
+        copy_records(sources, targets, record_bytes, to_device=True, device=torch.device("cpu"), method="loop")
+
+    def download(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
+        copy_records(sources, targets, record_bytes, to_device=False, device=torch.device("cpu"), method="loop")
+
+    def to_device(self, array: npt.NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(array.copy())
+
+    def guard(self, storage: Tensor) -> None:
+        return None
+
+
+class CudaMover:
+    """One stream per direction.
+
+    Attributes:
+        num_bytes: copied so far, up and down.
+    """
+
+    def __init__(self, device: torch.device, method: CopyMethod | None = None) -> None:
+        self._device = device
+        self._method: CopyMethod = method or best_copy_method(device)
+        self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._in_flight: deque[tuple[torch.cuda.Event, object]] = deque()
+        self.num_bytes = {"up": 0, "down": 0}
+
+    def now(self) -> Mark:
+        return self._record(torch.cuda.current_stream(self._device))
+
+    def wait(self, marks: Iterable[Mark]) -> None:
+        self._order(torch.cuda.current_stream(self._device), marks)
+
+    def upload(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
+        self.num_bytes["up"] += len(sources) * record_bytes
+        return self._copy(self._up, sources, targets, record_bytes, after, to_device=True)
+
+    def download(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
+        self.num_bytes["down"] += len(sources) * record_bytes
+        return self._copy(self._down, sources, targets, record_bytes, after, to_device=False)
+
+    def to_device(self, array: npt.NDArray[np.int32]) -> Tensor:
+        # A copy engine serves its queue in order, so a few bytes would wait behind megabytes: a kernel reads them.
+        size = -(-array.size // 4) * 4  # the kernel copies 16 bytes at a time
+        host = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        host.numpy()[: array.size] = array.reshape(-1)
+        result = torch.empty(size, dtype=torch.int32, device=self._device)
+        pair = np.array([host.data_ptr()]), np.array([result.data_ptr()])
+        used = copy_records(*pair, 4 * size, to_device=True, device=self._device, method="kernel")
+        self._keep((host, used), self.now())
+        return result[: array.size].view(array.shape)
+
+    def guard(self, storage: Tensor) -> None:
+        storage.record_stream(self._up)
+        storage.record_stream(self._down)
+
+    def _copy(
+        self,
+        stream: torch.cuda.Stream,
+        sources: Addresses,
+        targets: Addresses,
+        record_bytes: int,
+        after: Iterable[Mark],
+        *,
+        to_device: bool,
+    ) -> Mark:
+        self._order(stream, after)
+        with torch.cuda.stream(stream):
+            used = copy_records(
+                sources, targets, record_bytes, to_device=to_device, device=self._device, method=self._method
+            )
+            mark = self._record(stream)
+        self._keep(used, mark)
+        return mark
+
+    def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def _order(self, stream: torch.cuda.Stream, marks: Iterable[Mark]) -> None:
+        for mark in marks:
+            if mark is not None:
+                stream.wait_event(mark)
+
+    def _keep(self, used: object, mark: torch.cuda.Event) -> None:
+        """Hold what a copy reads until it has passed."""
+        while self._in_flight and self._in_flight[0][0].query():
+            self._in_flight.popleft()
+        self._in_flight.append((mark, used))

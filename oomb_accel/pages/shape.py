@@ -42,13 +42,13 @@ class PageShape:
         window = self.windows[layer]
         return pages if window is None else pages.newest(-(-(window - 1) // self.page_tokens))
 
+    def num_records(self, layer: int, schedule: ChunkSchedule) -> int:
+        """Records of a layer, for every page of the stream that a later chunk attends to."""
+        return self.num_kv_heads * sum(len(self.kept_pages(layer, chunk.own_pages)) for chunk in schedule.chunks)
+
     def num_slots(self, schedule: ChunkSchedule) -> int:
-        """Slots for every page of the stream that a later chunk attends to."""
-        return self.num_kv_heads * sum(
-            len(self.kept_pages(layer, chunk.own_pages))
-            for chunk in schedule.chunks
-            for layer in range(self.num_layers)
-        )
+        """Records of all layers."""
+        return sum(self.num_records(layer, schedule) for layer in range(self.num_layers))
 
     def sinks(self, schedule: ChunkSchedule) -> list[PageRange]:
         """The sink pages of each document that has pages."""
@@ -65,12 +65,20 @@ class PageShape:
 
     def num_bytes(self, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
         """Bytes of everything that a stream keeps in a cache: pages, their gradients and, for selection, mean keys."""
-        num_slots, heads = self.num_slots(schedule), len(self.sparse_layers) * self.num_kv_heads
-        num_sinks = heads * sum(map(len, self.sinks(schedule))) if self.sinks_apart else 0
-        gradients = (num_slots - num_sinks) * self.slot_bytes(self.grad_dtype)
-        gradients += num_sinks * self.slot_bytes(torch.float32)
+        num_slots = self.num_slots(schedule)
+        gradients = (num_slots - self.num_sink_slots(schedule)) * self.slot_bytes(self.grad_dtype)
+        return num_slots * self.slot_bytes(dtype) + gradients + self.fixed_bytes(schedule, dtype)
+
+    def fixed_bytes(self, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
+        """Bytes of what always stays on the device: mean keys, and gradients of sinks that lie apart."""
+        heads = len(self.sparse_layers) * self.num_kv_heads
         centroids = heads * schedule.num_pages * self.parts * self.head_dim * dtype.itemsize
-        return num_slots * self.slot_bytes(dtype) + gradients + centroids
+        return centroids + self.num_sink_slots(schedule) * self.slot_bytes(torch.float32)
+
+    def num_sink_slots(self, schedule: ChunkSchedule) -> int:
+        """Gradients of sinks that lie apart."""
+        heads = len(self.sparse_layers) * self.num_kv_heads
+        return heads * sum(map(len, self.sinks(schedule))) if self.sinks_apart else 0
 
     @property
     def sinks_apart(self) -> bool:

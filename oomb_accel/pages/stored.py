@@ -1,42 +1,103 @@
-"""Pages of one kind with everything that belongs to them: the table, its pool, and the table's copy on the device."""
+"""Records of one kind, values or gradients of pages, by layer, page and KV head; all of them on the device.
+
+What a cache asks of them is `Records`; `tiered.py` has those that are more than the device holds.
+
+Legend: G KV heads, n pages of a range.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from oomb_accel.pages.pool import PagePool
 from oomb_accel.pages.shape import PageShape
-from oomb_accel.pages.table import PageTable
+from oomb_accel.pages.table import NO_SLOT, PageTable
 from oomb_accel.schedule import PageRange
+
+Wanted: TypeAlias = npt.NDArray[np.bool_]
+"""Which records of a range of pages, ``[n, G]``."""
+WantedLater: TypeAlias = Callable[[], Wanted]
+"""The same where the host may have to wait for it: asked for only where it matters."""
+
+
+class Records(Protocol):
+    """What a cache asks of its records. A record exists from `add` to `free`."""
+
+    pool: PagePool
+
+    def exists(self, layer: int, pages: PageRange) -> Wanted:
+        """Which records there are."""
+
+    def add(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> None:
+        """Give these records, or those of them that are wanted, slots. Their contents are whatever lay there."""
+
+    def clear(self, layer: int, pages: PageRange, wanted: Wanted) -> None:
+        """Fill these records, just added, with zeros."""
+
+    def use(self, layer: int, *ranges: PageRange, wanted: WantedLater | None = None, write: bool = False) -> Tensor:
+        """Slots of existing records, for kernels that are launched before the layer is settled.
+
+        Args:
+            ranges: one after another.
+            wanted: of one range; None is every record.
+            write: whether they are changed.
+
+        Returns:
+            int32 ``[G, n]``, contiguous; -1 where a record was never added. Records that are not wanted may have any.
+        """
+
+    def settle(self, layer: int) -> None:
+        """All kernels that use records of this layer have been launched: the records may move."""
+
+    def free(self, layer: int, pages: PageRange) -> None:
+        """Forget these records."""
 
 
 class StoredPages:
-    """K and V pages, or gradient pages, of one stream.
+    """Records that all lie on the device.
 
     Args:
         num_pages: logical pages of the stream.
-        num_slots: pages of one KV head for which there is room.
+        num_slots: records for which there is room.
         dtype: of the pool.
     """
 
     def __init__(
         self, shape: PageShape, num_pages: int, num_slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.table = PageTable(shape.num_layers, shape.num_kv_heads, num_pages, num_slots)
+        self._table = PageTable(shape.num_layers, shape.num_kv_heads, num_pages, num_slots)
         self.pool = PagePool(num_slots, shape.page_tokens, shape.head_dim, dtype, device)
-        self._mirror = torch.empty(shape.num_layers, num_pages, shape.num_kv_heads, dtype=torch.int32, device=device)
+        size = (shape.num_layers, num_pages, shape.num_kv_heads)
+        self._mirror = torch.full(size, NO_SLOT, dtype=torch.int32, device=device)
 
-    def allocate(self, layer: int, pages: PageRange) -> None:
-        """Give these pages slots, whose contents are whatever lay there."""
-        self.table.allocate(layer, pages)
-        host = torch.from_numpy(self.table.slots(layer, pages).copy())
-        if self._mirror.is_cuda:
-            host = host.pin_memory()  # a pageable copy would wait for the stream
-        self._mirror[layer, pages.first : pages.end].copy_(host, non_blocking=True)
+    def exists(self, layer: int, pages: PageRange) -> Wanted:
+        return self._table.slots(layer, pages) != NO_SLOT
 
-    def device_slots(self, layer: int, *ranges: PageRange) -> Tensor:
-        """Slots of the pages of these ranges, one range after another: int32 ``[G, n]``, contiguous."""
+    def add(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> None:
+        self._table.allocate(layer, pages, wanted)
+        self._mirror[layer, pages.first : pages.end].copy_(self._host_tensor(self._table.slots(layer, pages)), True)
+
+    def clear(self, layer: int, pages: PageRange, wanted: Wanted) -> None:
+        slots = self._host_tensor(self._table.slots(layer, pages)[wanted]).to(self._mirror.device, non_blocking=True)
+        self.pool.storage.index_fill_(0, slots.long(), 0)
+
+    def use(self, layer: int, *ranges: PageRange, wanted: WantedLater | None = None, write: bool = False) -> Tensor:
         parts = [self._mirror[layer, pages.first : pages.end] for pages in ranges]
         slots_NG = parts[0] if len(parts) == 1 else torch.cat(parts)
         return slots_NG.t().contiguous()
+
+    def settle(self, layer: int) -> None:
+        return None
+
+    def free(self, layer: int, pages: PageRange) -> None:
+        self._table.free(layer, pages)
+
+    def _host_tensor(self, slots: npt.NDArray[np.int32]) -> Tensor:
+        host = torch.from_numpy(slots.copy())
+        return host.pin_memory() if self._mirror.is_cuda else host  # a pageable copy would wait for the stream

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import numpy.typing as npt
 
@@ -32,21 +30,19 @@ class PageTable:
         """Slots that hold nothing."""
         return self._num_free
 
-    def can_allocate(self, pages: PageRange) -> bool:
-        """Whether the pool has a slot for every head of these pages."""
-        return len(pages) * self._slots.shape[2] <= self._num_free
-
-    def allocate(self, layer: int, pages: PageRange) -> None:
-        """Give every head of these pages a slot. None of them may have one."""
-        assert self.can_allocate(pages), "the pool is sized for the whole stream before it starts"
+    def allocate(self, layer: int, pages: PageRange, wanted: npt.NDArray[np.bool_] | None = None) -> None:
+        """Give every head of these pages a slot, or those that are wanted, ``[num_pages, num_heads]``. None of them may
+        have one."""
         target = self._slots[layer, pages.first : pages.end]
-        assert (target == NO_SLOT).all(), "a page is allocated once"
-        taken = self._free[self._num_free - target.size : self._num_free][::-1]
-        target[...] = taken.reshape(target.shape)
-        self._num_free -= target.size
+        chosen = np.ones(target.shape, dtype=bool) if wanted is None else wanted
+        count = int(chosen.sum())
+        assert count <= self._num_free, "the pool is sized for the whole stream before it starts"
+        assert (target[chosen] == NO_SLOT).all(), "a record is allocated once"
+        target[chosen] = self._free[self._num_free - count : self._num_free][::-1]
+        self._num_free -= count
 
     def free(self, layer: int, pages: PageRange) -> None:
-        """Give back the slots of these pages; pages without one are passed over."""
+        """Give back the slots of these pages; records without one are passed over."""
         target = self._slots[layer, pages.first : pages.end]
         given = target[target != NO_SLOT][::-1]
         self._free[self._num_free : self._num_free + given.size] = given
@@ -56,9 +52,3 @@ class PageTable:
     def slots(self, layer: int, pages: PageRange) -> npt.NDArray[np.int32]:
         """Slots of these pages, ``[num_pages, num_heads]``; ``NO_SLOT`` where there is none."""
         return self._slots[layer, pages.first : pages.end]
-
-    def runs(self, layer: int, pages: PageRange) -> list[tuple[PageRange, bool]]:
-        """These pages as maximal runs that all have a slot (True) or all have none (False)."""
-        held = self._slots[layer, pages.first : pages.end, 0] != NO_SLOT
-        cuts = [0, *(np.flatnonzero(held[1:] != held[:-1]) + 1).tolist(), len(pages)]
-        return [(PageRange(pages.first + a, pages.first + b), bool(held[a])) for a, b in pairwise(cuts) if b > a]

@@ -24,8 +24,14 @@ from oomb_accel.selection import PageSelector, Reach
 from oomb_kernels import PageLists
 from tests.harness.batches import Document, Layout
 from tests.harness.models import twin
-from tests.harness.parity import Result, assert_same_result, chunked, config, reference
-from tests.harness.tolerance import assert_twice_plain
+from tests.harness.parity import (
+    Result,
+    assert_same_result,
+    assert_twice_plain_result,
+    chunked,
+    config,
+    reference,
+)
 
 MASKED = "oomb_test_masked"
 
@@ -231,7 +237,7 @@ def check_sparse_twice_plain(
         ours = chunked(twin(low), layout, settings)
     exact = masked_reference(twin(low).float(), layout.documents, calls, settings.page_tokens)
     plain = masked_reference(twin(low), layout.documents, calls, settings.page_tokens)
-    assert_twice_plain(ours.low_precision_view(), plain.low_precision_view(), exact.low_precision_view(), dtype)
+    assert_twice_plain_result(ours, plain, exact, dtype)
     return calls
 
 

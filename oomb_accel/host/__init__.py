@@ -1,0 +1,19 @@
+"""Host memory for pages: what the machine has (limits), slabs of pinned memory (arena), records in slabs (store)."""
+
+from oomb_accel.host.arena import HostArena, HostMemoryError, Slab, slab_bytes_for
+from oomb_accel.host.limits import HostLimits, MemoryGroup, host_budget, host_limits
+from oomb_accel.host.mapping import Pinner
+from oomb_accel.host.store import HostStore
+
+__all__ = [
+    "HostArena",
+    "HostLimits",
+    "HostMemoryError",
+    "HostStore",
+    "MemoryGroup",
+    "Pinner",
+    "Slab",
+    "host_budget",
+    "host_limits",
+    "slab_bytes_for",
+]

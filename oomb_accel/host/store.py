@@ -1,0 +1,161 @@
+"""Records of one size in slabs of an arena. Numbers only: what a record means, and when it moves, others know."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from oomb_accel.host.arena import HostArena, Slab
+
+Slots = npt.NDArray[np.int64]
+
+
+class HostStore:
+    """Slots for records in host memory. Slot ``place * records_per_slab + i`` is record ``i`` of the slab in a place.
+
+    A slot keeps its number and its address until it is freed. A record never straddles slabs. A slab without records
+    goes back to the arena at once. Not for several threads.
+
+    Args:
+        arena: where slabs come from.
+        record_bytes: of each record.
+    """
+
+    def __init__(self, arena: HostArena, record_bytes: int) -> None:
+        assert 0 < record_bytes <= arena.slab_bytes, "a record fits a slab"
+        self.record_bytes = record_bytes
+        self.records_per_slab = arena.slab_bytes // record_bytes
+        self._arena = arena
+        self._slabs: list[Slab | None] = []  # by place
+        self._addresses = np.zeros(0, dtype=np.int64)  # of the slab in each place
+        self._is_free = np.zeros((0, self.records_per_slab), dtype=bool)  # nothing is free where there is no slab
+        self._num_free = np.zeros(0, dtype=np.int64)  # by place
+        self._longest = np.zeros(0, dtype=np.int64)  # by place: no run of free slots is longer, it may be shorter
+
+    @property
+    def num_records(self) -> int:
+        """Records that are allocated."""
+        return self._num_slabs * self.records_per_slab - int(self._num_free.sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the slabs that this store holds."""
+        return self._num_slabs * self._arena.slab_bytes
+
+    @property
+    def _num_slabs(self) -> int:
+        return sum(slab is not None for slab in self._slabs)
+
+    def allocate(self, count: int) -> Slots:
+        """Slots for so many records, ascending. Free slots of slabs that are held come before a new slab.
+
+        They are one run of adjacent addresses where there is a place for it, the lowest such place; or else the lowest
+        free slots.
+
+        Raises:
+            HostMemoryError: the arena has no slab for them. Nothing is allocated then.
+        """
+        missing = count - int(self._num_free.sum())
+        self._add_slabs(max(0, -(-missing // self.records_per_slab)))
+        slots = self._run(count)
+        if slots is None:
+            slots = self._lowest(count)
+        self._mark(slots, False)
+        return slots
+
+    def free(self, slots: Slots) -> None:
+        """Forget these records; all of them must be allocated."""
+        assert np.unique(slots).size == slots.size, "a slot is freed once"
+        assert self._are_allocated(slots), "only what is allocated can be freed"
+        self._mark(slots, True)
+        for place in np.unique(slots // self.records_per_slab).tolist():
+            if self._num_free[place] == self.records_per_slab:
+                self._give(place)
+
+    def addresses(self, slots: Slots) -> Slots:
+        """Address of each record; all of them must be allocated."""
+        assert self._are_allocated(slots), "only what is allocated has an address"
+        place, record = np.divmod(slots, self.records_per_slab)
+        return self._addresses[place] + record * self.record_bytes
+
+    def close(self) -> None:
+        """Give all slabs back. All slots become invalid."""
+        for place, slab in enumerate(self._slabs):
+            if slab is not None:
+                self._give(place)
+
+    def _are_allocated(self, slots: Slots) -> bool:
+        if slots.size == 0:
+            return True
+        if slots.min() < 0 or slots.max() >= self._is_free.size:
+            return False
+        held = self._addresses[slots // self.records_per_slab] != 0
+        return bool((held & ~self._is_free.reshape(-1)[slots]).all())
+
+    def _run(self, count: int) -> Slots | None:
+        """The lowest run of free slots within a slab that is long enough."""
+        for place in np.flatnonzero(self._longest >= max(count, 1)).tolist():
+            edges = np.diff(self._is_free[place].astype(np.int8), prepend=0, append=0)
+            starts = np.flatnonzero(edges == 1)
+            lengths = np.flatnonzero(edges == -1) - starts
+            self._longest[place] = lengths.max(initial=0)
+            fitting = starts[lengths >= count]
+            if fitting.size:
+                return place * self.records_per_slab + int(fitting[0]) + np.arange(count, dtype=np.int64)
+        return None
+
+    def _lowest(self, count: int) -> Slots:
+        """The lowest free slots, of as few slabs as that takes."""
+        found = []
+        for place in np.flatnonzero(self._num_free).tolist():
+            if count == 0:
+                break
+            free = np.flatnonzero(self._is_free[place])[:count]
+            found.append(place * self.records_per_slab + free)
+            count -= free.size
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+    def _mark(self, slots: Slots, is_free: bool) -> None:
+        self._is_free.reshape(-1)[slots] = is_free
+        change = np.bincount(slots // self.records_per_slab, minlength=len(self._slabs))
+        self._num_free += change if is_free else -change
+        # A freed slot may join two runs; how long they are is found out when it matters.
+        self._longest = np.where(change > 0, self._num_free, self._longest) if is_free else self._longest
+        self._longest = np.minimum(self._longest, self._num_free)
+
+    def _add_slabs(self, count: int) -> None:
+        """Take so many slabs, or none."""
+        taken: list[Slab] = []
+        try:
+            for _ in range(count):
+                taken.append(self._arena.take())
+        except BaseException:  # an interruption as well: a slab that nobody knows is lost
+            for slab in taken:
+                self._arena.give(slab)
+            raise
+        for slab in taken:
+            self._hold(slab)
+
+    def _hold(self, slab: Slab) -> None:
+        """Put a slab in the lowest empty place."""
+        if None not in self._slabs:
+            self._slabs.append(None)
+            self._addresses = np.append(self._addresses, 0)
+            self._num_free = np.append(self._num_free, 0)
+            self._longest = np.append(self._longest, 0)
+            self._is_free = np.concatenate([self._is_free, np.zeros((1, self.records_per_slab), dtype=bool)])
+        self._set(self._slabs.index(None), slab)
+
+    def _give(self, place: int) -> None:
+        slab = self._slabs[place]
+        assert slab is not None, "there is a slab in this place"
+        self._set(place, None)
+        self._arena.give(slab)
+
+    def _set(self, place: int, slab: Slab | None) -> None:
+        """Fill a place with an empty slab, or empty it."""
+        num_free = 0 if slab is None else self.records_per_slab
+        self._slabs[place] = slab
+        self._addresses[place] = 0 if slab is None else slab.address
+        self._is_free[place] = slab is not None
+        self._num_free[place] = self._longest[place] = num_free

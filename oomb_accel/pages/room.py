@@ -1,0 +1,132 @@
+"""How much device memory values and gradients of pages get, and what each layer keeps there. Numbers only.
+
+Values come first: the forward sweep waits for values that are away, and hides only what it knows ahead of time.
+
+Legend: G KV heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from oomb_accel.pages.shape import PageShape
+from oomb_accel.schedule import ChunkSchedule
+
+Kind: TypeAlias = Literal["values", "gradients"]
+
+_AHEAD = 3
+"""Room for so many layers' needs at once, where there is some to spare: one in use, two on their way."""
+_LEAST_GRADIENT_SHARE = 0.25
+"""Of the device memory for pages, where values do not fit as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRoom:
+    """Device memory of one kind of records, in slots."""
+
+    quotas: tuple[int, ...]
+    """Records that each layer keeps between its uses."""
+    reserve: int
+    """Slots beyond all quotas, for what a layer needs at once."""
+
+    @property
+    def num_slots(self) -> int:
+        return sum(self.quotas) + self.reserve
+
+
+@dataclass(frozen=True, slots=True)
+class PassNeeds:
+    """What one pass over a chunk asks of a layer at once, in pages."""
+
+    chunk_pages: int
+    """Of the chunk itself."""
+    span_pages: int
+    """Per call of a dense layer."""
+    listed_pages: int
+    """Most distinct pages that one KV head's lists of a chunk can name, sinks and recents."""
+
+    def of_layer(self, shape: PageShape, layer: int) -> int:
+        """Records that the layer needs at once."""
+        past = self.listed_pages if layer in shape.sparse_layers else self.span_pages
+        window = shape.windows[layer]
+        if window is not None:
+            past = -(-window // shape.page_tokens)
+        return shape.num_kv_heads * (self.chunk_pages + past)
+
+
+@dataclass(frozen=True, slots=True)
+class PageRooms:
+    """How pages are divided between device and host; None where a kind stays on the device as a whole."""
+
+    values: DeviceRoom | None
+    gradients: DeviceRoom | None
+    host_bytes: int
+    """That host memory must have room for."""
+
+
+def divide(
+    shape: PageShape, schedule: ChunkSchedule, dtype: torch.dtype, needs: PassNeeds, device_bytes: int
+) -> PageRooms | None:
+    """Divide pages that are more than the device holds.
+
+    Args:
+        dtype: of K and V.
+        device_bytes: for everything that a stream keeps in a cache.
+
+    Returns:
+        None where all of it fits.
+
+    Raises:
+        ValueError: the device has no room for what one pass needs at once.
+    """
+    if shape.num_bytes(schedule, dtype) <= device_bytes:
+        return None
+    counts = [shape.num_records(layer, schedule) for layer in range(shape.num_layers)]
+    whole, least = sum(counts), _most_needed(shape, counts, needs)
+    sizes = {"values": shape.slot_bytes(dtype), "gradients": shape.slot_bytes(shape.grad_dtype)}
+    fixed = shape.fixed_bytes(schedule, dtype)
+    room = device_bytes - fixed
+    if room < least * sum(sizes.values()):
+        raise ValueError(_too_small(fixed + least * sum(sizes.values()), device_bytes))
+    share = room - least * sizes["gradients"]
+    if whole * sizes["values"] > share:
+        share = max(least * sizes["values"], min(share, int(room * (1 - _LEAST_GRADIENT_SHARE))))
+    values = _room(counts, least, share // sizes["values"])
+    left = room - (values.num_slots if values else whole) * sizes["values"]
+    gradients = _room(counts, least, left // sizes["gradients"])
+    parts = {"values": values, "gradients": gradients}
+    host = sum(sizes[kind] * (whole - sum(part.quotas)) for kind, part in parts.items() if part)
+    return PageRooms(values, gradients, host)
+
+
+def working_bytes(shape: PageShape, schedule: ChunkSchedule, dtype: torch.dtype, needs: PassNeeds) -> int:
+    """Device memory with which pages can be brought ahead of their use, though no layer keeps any."""
+    counts = [shape.num_records(layer, schedule) for layer in range(shape.num_layers)]
+    least = _AHEAD * _most_needed(shape, counts, needs)
+    return shape.fixed_bytes(schedule, dtype) + least * (shape.slot_bytes(dtype) + shape.slot_bytes(shape.grad_dtype))
+
+
+def _most_needed(shape: PageShape, counts: list[int], needs: PassNeeds) -> int:
+    return max(min(needs.of_layer(shape, layer), count) for layer, count in enumerate(counts))
+
+
+def _room(counts: list[int], least: int, num_slots: int) -> DeviceRoom | None:
+    """Slots divided among the layers by the records that they have."""
+    whole = sum(counts)
+    if whole <= num_slots:
+        return None
+    reserve = max(least, min(_AHEAD * least, num_slots // 2))
+    return DeviceRoom(tuple(count * (num_slots - reserve) // whole for count in counts), reserve)
+
+
+def _too_small(needed: int, given: int) -> str:
+    gib = 2**30
+    return (
+        "The device has too little memory for the pages of one chunk.\n"
+        f"  A layer's pages and gradients need {needed / gib:.3g} GiB at once, {given / gib:.3g} GiB are there.\n"
+        "  Set chunk_tokens, span_tokens or top_k lower, page_grad_dtype='bfloat16', or device_pages_gib="
+        f"{needed / gib * 1.01:.3g} where the device has it."
+    )

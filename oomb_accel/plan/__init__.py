@@ -1,0 +1,36 @@
+"""What a step takes before it runs: memory by tier, time, traffic; for laptops too, so nothing here imports torch."""
+
+from oomb_accel.plan.fit import Estimate, Suggestion, best_chunk_tokens, estimate, largest_tokens, suggestions
+from oomb_accel.plan.gpus import GPUS, Gpu, gpu_named
+from oomb_accel.plan.job import Job
+from oomb_accel.plan.memory import Memory, estimate_memory
+from oomb_accel.plan.pages import PageDemand, PageLayout, page_demand
+from oomb_accel.plan.pools import MemoryPlan, plan_memory
+from oomb_accel.plan.shape import ModelShape, shape_of
+from oomb_accel.plan.source import read_shape
+from oomb_accel.plan.timing import StepTime, estimate_time
+
+__all__ = [
+    "GPUS",
+    "Estimate",
+    "Gpu",
+    "Job",
+    "Memory",
+    "MemoryPlan",
+    "ModelShape",
+    "PageDemand",
+    "PageLayout",
+    "StepTime",
+    "Suggestion",
+    "best_chunk_tokens",
+    "estimate",
+    "estimate_memory",
+    "estimate_time",
+    "gpu_named",
+    "largest_tokens",
+    "page_demand",
+    "plan_memory",
+    "read_shape",
+    "shape_of",
+    "suggestions",
+]

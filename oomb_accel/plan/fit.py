@@ -1,0 +1,197 @@
+"""What fits: the whole estimate of a job, the longest document, and the one setting that would make it fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from oomb_accel.plan import rates
+from oomb_accel.plan.gpus import H200
+from oomb_accel.plan.job import HOST_RESERVE, Job
+from oomb_accel.plan.memory import Memory, estimate_memory
+from oomb_accel.plan.sizes import GIB
+from oomb_accel.plan.timing import StepTime, estimate_time
+
+LONGEST = 1 << 24
+"""Tokens; no estimate looks further."""
+_CHUNKS = (1024, 2048, 4096, 8192, 16384)
+_GAIN = 0.03
+"""A larger chunk must make the step shorter by this share to be worth its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Memory and time of one optimizer step."""
+
+    job: Job
+    memory: Memory
+    time: StepTime
+
+    @property
+    def refusal(self) -> str:
+        """Why the job does not fit, in three lines; empty where it does."""
+        return _refusal(self.job, self.memory)
+
+    @property
+    def fits(self) -> bool:
+        return not self.refusal
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        return self.job.tokens / self.time.seconds
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether rates were scaled from another GPU."""
+        return self.job.gpu != H200
+
+    def cost_per_million_tokens(self, price_per_gpu_hour: float) -> float:
+        """In the currency of the price."""
+        return price_per_gpu_hour / 3600 / self.tokens_per_second * 1e6
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; bytes and seconds."""
+        memory, time = self.memory, self.time
+        return {
+            "fits": self.fits,
+            "refusal": self.refusal,
+            "tokens": self.job.tokens,
+            "chunk_tokens": self.job.chunk_tokens,
+            "gpu": self.job.gpu.name,
+            "rates": "scaled from H200" if self.is_scaled else "measured",
+            "device_bytes": memory.device | {"total": memory.device_bytes, "available": self.job.gpu.memory_bytes},
+            "pinned_bytes": dict(memory.pinned),
+            "pageable_bytes": dict(memory.pageable),
+            "kept_chunks": len(memory.kept),
+            "seconds": time.parts | {"total": time.seconds},
+            "up_bytes": round(time.up_bytes),
+            "down_bytes": round(time.down_bytes),
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """One change that makes a job fit."""
+
+    change: str
+    """As a user would write it."""
+    estimate: Estimate
+
+
+def estimate(job: Job) -> Estimate:
+    """Memory and time of a job, whether or not it fits."""
+    memory = estimate_memory(job)
+    return Estimate(job, memory, estimate_time(job, memory))
+
+
+def _fits(job: Job) -> bool:
+    return not _refusal(job, estimate_memory(job))
+
+
+def _refusal(job: Job, memory: Memory) -> str:
+    standing = sum(memory.device[part] for part in ("weights", "gathered weights", "optimizer", "gradient buckets"))
+    standing += rates.CONTEXT_BYTES
+    if standing > job.gpu.memory_bytes:
+        return (
+            "The model does not fit on the GPU.\n"
+            f"  Weights and optimizer take {standing / GIB:,.1f} GiB of {job.gpu.memory_bytes / GIB:,.1f} GiB.\n"
+            "  Train adapters (lora_r: 16), divide it among GPUs (ZeRO 3), or take a smaller model."
+        )
+    if not memory.plan.fits:
+        return memory.plan.message
+    if memory.device_bytes > job.gpu.memory_bytes:
+        return (
+            "The step does not fit on the GPU.\n"
+            f"  It takes {memory.device_bytes / GIB:,.1f} GiB of {job.gpu.memory_bytes / GIB:,.1f} GiB, "
+            f"{memory.device['kept attention outputs'] / GIB:,.1f} GiB of them kept attention outputs.\n"
+            "  Set keep_outputs='auto', which keeps what fits."
+        )
+    budget = int(job.host_bytes * (1 - HOST_RESERVE))
+    if memory.host_bytes * job.num_gpus > budget:
+        return (
+            "Host memory is too small.\n"
+            f"  {memory.host_bytes * job.num_gpus / GIB:,.1f} GiB are needed by {job.num_gpus} processes; "
+            f"{budget / GIB:,.1f} GiB may be used.\n"
+            "  Keep the optimizer on the GPU, or take a machine with more memory."
+        )
+    return ""
+
+
+def largest_tokens(job: Job) -> int:
+    """The longest document, in whole pages, with which the job fits; 0 where none does."""
+    step = job.page_tokens
+    if not _fits(replace(job, tokens=step)):
+        return 0
+    fits, fails = 1, LONGEST // step + 1
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        if _fits(replace(job, tokens=middle * step)):
+            fits = middle
+        else:
+            fails = middle
+    return fits * step
+
+
+def best_chunk_tokens(job: Job) -> int:
+    """The smallest chunk with which the step is about as fast as it can be in this memory; the smallest of all where
+    nothing fits."""
+    candidates = [estimate(replace(job, chunk_tokens=tokens)) for tokens in _CHUNKS if tokens >= job.page_tokens]
+    fitting = [found for found in candidates if found.fits]
+    if not fitting:
+        return candidates[0].job.chunk_tokens
+    fastest = min(found.time.seconds for found in fitting)
+    return next(f.job.chunk_tokens for f in fitting if f.time.seconds <= fastest * (1 + _GAIN))
+
+
+def suggestions(job: Job) -> list[Suggestion]:
+    """Single changes with which the job fits, the fastest first."""
+    found = [Suggestion(change, estimate(changed)) for change, changed in _changes(job)]
+    return sorted((s for s in found if s.estimate.fits), key=lambda s: s.estimate.time.seconds)
+
+
+def _changes(job: Job) -> Iterator[tuple[str, Job]]:
+    if job.keep_outputs is True:
+        yield "keep_outputs: auto", replace(job, keep_outputs="auto")
+    if job.page_grad_dtype == "float32":
+        yield "page_grad_dtype: bfloat16", replace(job, page_grad_dtype="bfloat16")
+    if job.page_dtype == "model":
+        yield "page_dtype: float8", replace(job, page_dtype="float8")
+    for tokens in sorted(_CHUNKS, reverse=True):
+        smaller = replace(job, chunk_tokens=tokens)
+        if job.page_tokens <= tokens < job.chunk_tokens and _fits(smaller):
+            yield f"chunk_tokens: {tokens}", smaller
+            break
+    if job.attention == "dense" and any(window is None for window in job.model.windows):
+        yield "attention: sparse", replace(job, attention="sparse")
+    if job.offload is False:
+        yield "offload: auto", replace(job, offload="auto")
+    if not job.lora_r:
+        yield "lora_r: 16", replace(job, lora_r=16, weights_dtype="bfloat16")
+    if not job.lora_r and not job.zero_offload:
+        stage = job.zero_stage or 2
+        yield f"ZeRO {stage}, optimizer on the host", replace(job, zero_stage=stage, zero_offload=True)
+    for gpus in (2, 4, 8):
+        wider = replace(job, num_gpus=gpus, zero_stage=3)
+        if gpus > job.num_gpus and _fits(wider):
+            yield f"{gpus} GPUs with ZeRO 3", wider
+            break
+    yield from _more_host(job)
+
+
+def _more_host(job: Job) -> Iterator[tuple[str, Job]]:
+    """With as much host memory as it takes, as machines have it."""
+    if job.offload is False:
+        return
+    needed = estimate_memory(replace(job, host_bytes=1 << 50)).plan
+    if not needed.fits or not needed.offloads:
+        return
+    first = math.ceil(job.host_bytes / GIB / 32) + 1
+    for gib in (32 * number for number in range(first, 129)):
+        larger = replace(job, host_bytes=gib * GIB)
+        if _fits(larger):
+            yield f"{gib} GiB of host memory", larger
+            return

@@ -1,0 +1,72 @@
+"""GPUs by name: memory and peak rates, from the makers' data sheets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oomb_accel.config import unknown_key_message
+from oomb_accel.plan.sizes import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What the estimates know of a GPU."""
+
+    name: str
+    memory_bytes: int
+    """As the driver reports it."""
+    flops_per_second: float
+    """Peak of dense bf16 matrix products summed in fp32."""
+    memory_bytes_per_second: float
+    host_bytes_per_second: float
+    """Reached in one direction over PCIe, from and to pinned memory."""
+    link_bytes_per_second: float
+    """Reached in a gather between GPUs of one host."""
+
+
+def _gpu(name: str, gib: float, tflops: float, memory_tb: float, host_gb: float, link_gib: float) -> Gpu:
+    return Gpu(name, int(gib * GIB), tflops * 1e12, memory_tb * 1e12, host_gb * 1e9, link_gib * GIB)
+
+
+H200 = _gpu("H200", 139.8, 989, 4.8, 50, 200)
+"""Host and link rates were measured on this one (docs/benchmarks.md, notes on transfers in benchmarks/copies.py); those
+of other PCIe 5 devices are the same, of PCIe 4 devices in proportion."""
+
+GPUS = {
+    "h200": H200,
+    "h100": _gpu("H100 80 GB", 79.1, 989, 3.35, 50, 200),
+    "a100": _gpu("A100 80 GB", 79.2, 312, 2.04, 22, 130),
+    "b200": _gpu("B200", 178.4, 2250, 8.0, 50, 400),
+    "l40s": _gpu("L40S", 44.4, 362, 0.864, 22, 20),
+    "rtx4090": _gpu("RTX 4090", 23.5, 165, 1.008, 22, 18),
+    "rtx3090": _gpu("RTX 3090", 23.6, 71, 0.936, 22, 18),
+}
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU that a user means, such as ``H100`` or ``rtx 4090``.
+
+    Raises:
+        ValueError: it is not in the table.
+    """
+    key = name.lower().replace(" ", "").replace("-", "").replace("_", "").removeprefix("nvidia")
+    key = key.removesuffix("80gb").removesuffix("80") if key[:4] in ("h100", "a100") else key
+    for known in (key, f"rtx{key}"):
+        if known in GPUS:
+            return GPUS[known]
+    message = unknown_key_message(key, list(GPUS), "--gpu").replace("Unknown key", "Unknown GPU")
+    raise ValueError(f"{message}\n  For another one pass --gpu_gib 48 --tflops 300, from its data sheet.")
+
+
+def other_gpu(gib: float, tflops: float | None, base: Gpu) -> Gpu:
+    """A GPU that is not in the table; what is not given is as in ``base``."""
+    flops = base.flops_per_second if tflops is None else tflops * 1e12
+    scale = flops / base.flops_per_second
+    return Gpu(
+        "this GPU",
+        int(gib * GIB),
+        flops,
+        base.memory_bytes_per_second * scale,
+        base.host_bytes_per_second,
+        base.link_bytes_per_second,
+    )

@@ -1,0 +1,103 @@
+"""What is to be trained, how and on what: the question to which an estimate is the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from oomb_accel.plan.gpus import H200, Gpu
+from oomb_accel.plan.pages import PageLayout
+from oomb_accel.plan.shape import ModelShape
+from oomb_accel.plan.sizes import GIB
+from oomb_accel.schedule import ChunkSchedule
+
+HOST_RESERVE = 0.1
+"""Share of the host's memory that is never planned for: the system and other processes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One optimizer step on one document per GPU. Names as in `OombConfig` and recipes."""
+
+    model: ModelShape
+    tokens: int
+    """Length of the document."""
+    lora_r: int = 16
+    """Rank of the adapters on all linear layers; 0 trains all weights."""
+    weights_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    attention: Literal["dense", "sparse"] = "dense"
+    top_k: int = 64
+    q_block: int = 128
+    sink_pages: int = 1
+    recent_pages: int = 4
+    dense_layers: tuple[int, ...] = ()
+    page_budget: int | None = None
+    distinct: float | None = None
+    """See `PageLayout`."""
+
+    chunk_tokens: int = 8192
+    page_tokens: int = 128
+    span_tokens: int = 32768
+    page_dtype: Literal["model", "float8"] = "model"
+    page_grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    keep_outputs: bool | Literal["auto"] = "auto"
+    keep_last_graph: bool = True
+    offload: bool | Literal["auto"] = "auto"
+    device_pages_bytes: int | None = None
+
+    gpu: Gpu = H200
+    num_gpus: int = 1
+    zero_stage: int | None = None
+    """None is no DeepSpeed: plain on one GPU, DDP on several."""
+    zero_offload: bool = False
+    """Optimizer states in host memory."""
+    reduce_per_chunk: bool = False
+    """`oomb_accel.deepspeed.step` instead of one backward."""
+    host_bytes: int = 128 * GIB
+    """Memory of the host, for all GPUs together."""
+
+    def schedule(self) -> ChunkSchedule:
+        """The document's chunks; every token but the first is a target."""
+        return ChunkSchedule.build(
+            [self.tokens], range(self.tokens - 1), chunk_tokens=self.chunk_tokens, page_tokens=self.page_tokens
+        )
+
+    @property
+    def trainable(self) -> int:
+        """Numbers that are trained."""
+        return self.model.lora_parameters(self.lora_r) if self.lora_r else self.model.num_parameters
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights are divided among GPUs."""
+        return self.zero_stage == 3 and self.num_gpus > 1
+
+    @property
+    def sparse_layers(self) -> frozenset[int]:
+        """Layers that select pages."""
+        if self.attention != "sparse":
+            return frozenset()
+        dense = {layer % self.model.num_layers for layer in self.dense_layers}
+        return frozenset(
+            layer for layer, window in enumerate(self.model.windows) if window is None and layer not in dense
+        )
+
+    @property
+    def pages(self) -> PageLayout:
+        return PageLayout(
+            num_kv_heads=self.model.num_kv_heads,
+            head_dim=self.model.head_dim,
+            windows=self.model.windows,
+            sparse_layers=self.sparse_layers,
+            value_dtype="float8" if self.page_dtype == "float8" else "bfloat16",
+            grad_dtype=self.page_grad_dtype,
+            page_tokens=self.page_tokens,
+            span_tokens=self.span_tokens,
+            top_k=self.top_k,
+            q_block=self.q_block,
+            sink_pages=self.sink_pages,
+            recent_pages=self.recent_pages,
+            page_budget=self.page_budget,
+            distinct=self.distinct,
+        )

@@ -1,0 +1,191 @@
+"""Memory of a step by part, on the GPU at its worst moment and on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oomb_accel.plan import rates
+from oomb_accel.plan.job import HOST_RESERVE, Job
+from oomb_accel.plan.pages import PageDemand, page_demand
+from oomb_accel.plan.pools import MemoryPlan, plan_memory
+from oomb_accel.plan.sizes import output_bytes
+from oomb_accel.schedule import ChunkSchedule
+
+_ADAM_BYTES = 8
+"""Both moments in fp32, per number that is trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a step on one GPU and in the host memory of its process."""
+
+    device: dict[str, int]
+    """By part, at the worst moment; ends with what torch does not count."""
+    pinned: dict[str, int]
+    pageable: dict[str, int]
+    pages: PageDemand
+    plan: MemoryPlan
+    kept: range
+    """Chunks whose attention outputs are kept."""
+    schedule: ChunkSchedule
+
+    @property
+    def device_bytes(self) -> int:
+        """Everything, the CUDA context too."""
+        return sum(self.device.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """What torch counts: `torch.cuda.max_memory_allocated`."""
+        return self.device_bytes - self.device["CUDA context"]
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.pinned.values()) + sum(self.pageable.values())
+
+
+def estimate_memory(job: Job) -> Memory:
+    """Memory of a step. Where it does not fit, the plan says so and sizes are those that it would take."""
+    schedule = job.schedule()
+    standing, gradients = _training_state(job), _gradients(job)
+    longest = max(chunk.num_tokens for chunk in schedule.chunks)
+    activations = longest * activation_bytes_per_token(job)
+    targets = min(longest, schedule.num_targets)
+    logits = rates.LOGIT_COPIES * 2 * targets * job.model.vocabulary
+    demand = page_demand(job.pages, schedule)
+    pinned, pageable = _host_state(job)
+    free = int(job.gpu.memory_bytes * (1 - rates.DEVICE_RESERVE)) - rates.CONTEXT_BYTES - sum(standing.values())
+    chunk_bytes = activations + logits + sum(gradients.values())
+    plan = plan_memory(
+        demand,
+        free_device_bytes=free,
+        activation_bytes=chunk_bytes,
+        host_budget_bytes=host_budget_bytes(job) - sum(pinned.values()),
+        chunk_tokens=job.chunk_tokens,
+        offload=job.offload,
+        device_pages_bytes=job.device_pages_bytes,
+    )
+    pools = plan.device_value_bytes + plan.device_gradient_bytes
+    kept = kept_chunks(job, schedule, free - chunk_bytes - pools - demand.resident_bytes)
+    kept_bytes = sum(schedule.chunks[index].num_tokens for index in kept) * kept_bytes_per_token(job)
+    reused = longest * kept_bytes_per_token(job) if kept else 0
+    device = {
+        **standing,
+        **_worst_moment(job, activations, logits, reused, plan.device_gradient_bytes + demand.sink_gradient_bytes),
+        **gradients,
+        "K and V": plan.device_value_bytes,
+        "mean keys": demand.mean_key_bytes,
+        "page lists": demand.list_bytes,
+        "kept attention outputs": kept_bytes,
+        "workspace": rates.WORKSPACE_BYTES,
+        "CUDA context": rates.CONTEXT_BYTES,
+    }
+    pinned = {**pinned, "K, V and page gradients": plan.host_bytes}
+    return Memory(device, pinned, pageable, demand, plan, kept, schedule)
+
+
+def _worst_moment(job: Job, activations: int, logits: int, reused: int, page_gradients: int) -> dict[str, int]:
+    """Activations, logits and page gradients when they are most together.
+
+    Args:
+        reused: kept attention outputs with which a chunk runs again instead of making its own.
+    """
+    moments = [(activations - reused, logits, page_gradients)]  # a chunk that ran again, before its backward
+    if job.keep_last_graph:
+        moments.append((activations, logits, 0))  # the last chunk, before its backward: no page has a gradient
+        moments.append((activations, 0, page_gradients))  # its first layers later
+    return dict(zip(("activations of one chunk", "logits of one chunk", "page gradients"), max(moments, key=sum), strict=True))
+
+
+def host_budget_bytes(job: Job) -> int:
+    """Host memory that one GPU's process may take for pages and optimizer states."""
+    return int(job.host_bytes * (1 - HOST_RESERVE)) // job.num_gpus - rates.PROCESS_BYTES
+
+
+def activation_bytes_per_token(job: Job) -> int:
+    """What a token's graph holds between forward and backward, in bf16: inputs of every linear layer and norm, queries, keys
+    and values, both halves of the MLP, and attention's LSE."""
+    model = job.model
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    active = max(1, model.experts_per_token)
+    # Norm inputs and outputs (four), queries, attention output, keys and values; gate, up and their product.
+    numbers = 4 * model.hidden + 2 * queries + 2 * keys + 3 * model.intermediate * active
+    if model.num_experts:
+        numbers += 2 * active * model.hidden  # each expert's input and output
+    adapters = 2 * 7 * job.lora_r
+    return model.num_layers * (2 * numbers + adapters + 4 * model.num_heads + 8)
+
+
+def kept_bytes_per_token(job: Job) -> int:
+    """Of attention outputs and LSE, over all layers."""
+    return job.model.num_layers * output_bytes(job.model.num_heads, job.model.head_dim, 2)
+
+
+def kept_chunks(job: Job, schedule: ChunkSchedule, budget_bytes: float) -> range:
+    """Indices of the chunks whose outputs are kept: the latest that fit, which save the most.
+
+    Args:
+        budget_bytes: device memory that nothing else needs; may be negative.
+    """
+    end = len(schedule.chunks) - (1 if job.keep_last_graph else 0)  # the last one's graph holds its outputs
+    if job.keep_outputs is False:
+        return range(end, end)
+    if job.keep_outputs is True:
+        return range(end)
+    first = end
+    while first > 0:
+        budget_bytes -= schedule.chunks[first - 1].num_tokens * kept_bytes_per_token(job)
+        if budget_bytes < 0:
+            break
+        first -= 1
+    return range(first, end)
+
+
+def _training_state(job: Job) -> dict[str, int]:
+    """Device bytes that stand before and after every step."""
+    total, trained = job.model.num_parameters, job.trainable
+    ranks = job.num_gpus
+    itemsize = 4 if job.weights_dtype == "float32" else 2
+    adapters = trained if job.lora_r else 0
+    if job.zero_stage is None:
+        of_adapters = 4 * adapters  # PEFT makes them in fp32
+        moments = _ADAM_BYTES if job.lora_r or itemsize == 4 else 4  # AdamW's are in the type of the weights
+        optimizer, buckets = moments * trained, 0
+        if ranks > 1:
+            buckets = trained * (4 if job.lora_r else itemsize)  # of DDP
+    else:
+        of_adapters = 2 * adapters
+        share = ranks if job.zero_stage else 1
+        optimizer = 0 if job.zero_offload else (4 + _ADAM_BYTES) * trained // share
+        buckets = 0
+        if job.zero_stage == 3:
+            grad_bytes = 4 if job.reduce_per_chunk else 2
+            buckets = rates.ZERO3_BUCKET_BYTES + grad_bytes * trained // ranks
+    weights = itemsize * total + of_adapters
+    if itemsize == 4:
+        weights += 2 * total  # autocast's copies
+    return {
+        "weights": weights // ranks if job.is_sharded else weights,
+        "gathered weights": weights if job.is_sharded else 0,  # the graph of a chunk holds them
+        "optimizer": optimizer,
+        "gradient buckets": buckets,
+    }
+
+
+def _gradients(job: Job) -> dict[str, int]:
+    """Of trained weights, at the worst moment: sums over chunks in fp32, and the head's of the chunk at work."""
+    sums = 4 * job.trainable
+    if job.reduce_per_chunk and job.zero_stage is not None:
+        sums = 0 if job.zero_stage == 3 else sums // (job.num_gpus if job.zero_stage == 2 else 1)
+    head = 0 if job.lora_r else 2 * job.model.head_weights
+    return {"gradients": sums + head}
+
+
+def _host_state(job: Job) -> tuple[dict[str, int], dict[str, int]]:
+    """Pinned and pageable bytes of one GPU's process, without pages."""
+    pinned = {}
+    if job.zero_offload and job.zero_stage is not None:
+        numbers = job.trainable // (job.num_gpus if job.zero_stage else 1)
+        # Master weights, gradients and both moments; torch rounds pinned memory up to a power of two.
+        pinned["optimizer"] = 4 * (1 << (4 * numbers - 1).bit_length())
+    return pinned, {"process": rates.PROCESS_BYTES}

@@ -1,0 +1,175 @@
+"""What a document's pages take: those of K and V, their gradients, and the least that a device must hold of them.
+
+A record is K and V (or their gradients) of one page of one KV head of one layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+from oomb_accel.plan.sizes import DTYPE_BYTES, kept_pages, parts_of, record_bytes
+from oomb_accel.schedule import ChunkSchedule
+
+LAYERS_AHEAD = 2
+"""For how many layers pages are brought to the device ahead of their use."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageLayout:
+    """How a model's pages look and who attends to them. Names as in `OombConfig`."""
+
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    """Sliding window in tokens of each layer; None where the layer attends to everything."""
+    sparse_layers: frozenset[int]
+    """Layers that select pages."""
+    value_dtype: str
+    """Storage of K and V: a key of `sizes.DTYPE_BYTES`."""
+    grad_dtype: str
+    page_tokens: int
+    span_tokens: int
+    top_k: int
+    q_block: int
+    sink_pages: int
+    recent_pages: int
+    page_budget: int | None
+    distinct: float | None = None
+    """Distinct pages that the lists of a chunk name, as a share of the most that they could. None is what lists at random
+    come to, which is more than on real text."""
+
+    @property
+    def always_pages(self) -> int:
+        """Pages of a long past that everybody attends to in a sparse layer."""
+        return self.sink_pages + self.recent_pages
+
+    @property
+    def full_layers(self) -> int:
+        """How many layers attend to everything."""
+        return sum(window is None for window in self.windows) - len(self.sparse_layers)
+
+    @property
+    def value_record(self) -> int:
+        """Bytes."""
+        return record_bytes(self.page_tokens, self.head_dim, self.value_dtype)
+
+    @property
+    def gradient_record(self) -> int:
+        """Bytes."""
+        return record_bytes(self.page_tokens, self.head_dim, self.grad_dtype)
+
+    def selects(self, past_pages: int) -> bool:
+        """Whether a sparse layer selects from a past of this size, or attends to all of it."""
+        return past_pages > self.always_pages + self.top_k
+
+    def distinct_pages(self, past_pages: int, num_queries: int) -> float:
+        """Distinct pages to which one KV head of a sparse layer attends in a chunk, of its past."""
+        if not self.selects(past_pages):
+            return past_pages
+        candidates = past_pages - self.always_pages
+        lists = -(-num_queries // self.q_block)
+        if self.distinct is None:
+            pages = candidates * (1 - (1 - self.top_k / candidates) ** lists)
+        else:
+            pages = self.distinct * min(candidates, lists * self.top_k)
+        if self.page_budget is not None:
+            pages = min(pages, self.page_budget)
+        return self.always_pages + max(pages, self.top_k)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageDemand:
+    """Bytes of one stream's pages."""
+
+    value_bytes: int
+    """K and V of all pages that a later chunk attends to."""
+    gradient_bytes: int
+    """Gradients of all of them, without those of sinks where they lie apart."""
+    least_value_bytes: int
+    """What layers need at once for one chunk: the one that computes and those whose pages are on their way."""
+    least_gradient_bytes: int
+    sink_gradient_bytes: int = 0
+    """In fp32, always on the device."""
+    mean_key_bytes: int = 0
+    list_bytes: int = 0
+    """Recorded page lists of all chunks."""
+    most_bytes: int | None = None
+    """Most bytes of values and gradients that exist at one moment, where that is less than all of them: gradients come into
+    being at their first contribution, and both go chunk by chunk in the backward sweep."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """What stays on the device in any case."""
+        return self.sink_gradient_bytes + self.mean_key_bytes + self.list_bytes
+
+    @property
+    def living_bytes(self) -> int:
+        """Most bytes of values and gradients that exist at one moment."""
+        return self.value_bytes + self.gradient_bytes if self.most_bytes is None else self.most_bytes
+
+
+def page_demand(layout: PageLayout, schedule: ChunkSchedule) -> PageDemand:
+    """What the pages of a stream take."""
+    heads, num_layers = layout.num_kv_heads, len(layout.windows)
+    num_records = heads * sum(
+        kept_pages(len(chunk.own_pages), window, layout.page_tokens) * layers
+        for window, layers in Counter(layout.windows).items()
+        for chunk in schedule.chunks
+    )
+    sparse_heads = len(layout.sparse_layers) * heads
+    sinks_apart = layout.grad_dtype == "bfloat16"
+    num_sinks = sparse_heads * _sinks(layout, schedule) if sinks_apart else 0
+    mean_keys = sparse_heads * schedule.num_pages * parts_of(layout.page_tokens) * layout.head_dim
+    lists = sum(
+        -(-chunk.num_tokens // layout.q_block) for chunk in schedule.chunks if layout.selects(len(chunk.past_pages))
+    )
+    at_once = min(num_records, min(1 + LAYERS_AHEAD, num_layers) * heads * _layer_pages(layout, schedule))
+    return PageDemand(
+        value_bytes=num_records * layout.value_record,
+        gradient_bytes=(num_records - num_sinks) * layout.gradient_record,
+        least_value_bytes=at_once * layout.value_record,
+        least_gradient_bytes=at_once * layout.gradient_record,
+        sink_gradient_bytes=num_sinks * record_bytes(layout.page_tokens, layout.head_dim, "float32"),
+        # Mean keys are stored in the type that attention computes in.
+        mean_key_bytes=mean_keys * DTYPE_BYTES["bfloat16" if layout.value_dtype == "float8" else layout.value_dtype],
+        list_bytes=4 * sparse_heads * lists * (layout.top_k + 1),
+        most_bytes=_most_bytes(layout, schedule, num_records),
+    )
+
+
+def _sinks(layout: PageLayout, schedule: ChunkSchedule) -> int:
+    """Sink pages of all documents of the stream."""
+    starts = [c.own_pages.first for c in schedule.chunks if c.own_pages and not c.segments[-1].past_tokens]
+    return sum(min(layout.sink_pages, end - first) for first, end in pairwise([*starts, schedule.num_pages]))
+
+
+def _layer_pages(layout: PageLayout, schedule: ChunkSchedule) -> int:
+    """Pages that one KV head of the hungriest layer needs at once: a chunk's own, and a span of its past or what it
+    selects."""
+    most = 0.0
+    for chunk in schedule.chunks:
+        past = len(chunk.past_pages)
+        span = min(past, max(1, layout.span_tokens // layout.page_tokens))
+        need = span if layout.full_layers or not layout.selects(past) else 0
+        if layout.sparse_layers and layout.selects(past):
+            need = max(need, int(layout.distinct_pages(past, chunk.num_tokens)) + 1)
+        most = max(most, need + len(chunk.own_pages))
+    return int(most)
+
+
+def _most_bytes(layout: PageLayout, schedule: ChunkSchedule, num_records: int) -> int | None:
+    """See `PageDemand.most_bytes`. A chunk touches what it selects of its past, and everything in other layers."""
+    if not layout.sparse_layers or not schedule.num_pages:
+        return None
+    sparse = len(layout.sparse_layers) / len(layout.windows)
+    most, untouched = 0.0, 1.0
+    for chunk in reversed(schedule.chunks):
+        past = len(chunk.past_pages)
+        if not past:
+            break
+        untouched *= 1 - layout.distinct_pages(past, chunk.num_tokens) / past
+        values = (past + len(chunk.own_pages)) * layout.value_record
+        most = max(most, values + past * (1 - sparse * untouched) * layout.gradient_record)
+    return int(most / schedule.num_pages * num_records)

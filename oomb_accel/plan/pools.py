@@ -1,0 +1,126 @@
+"""How pages are divided between device and host before a step: what the engine asks for, and what the estimate shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from oomb_accel.plan.pages import PageDemand
+from oomb_accel.plan.sizes import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Where pages go."""
+
+    device_value_bytes: int
+    """Size of the device's pool for K and V."""
+    device_gradient_bytes: int
+    """Size of the device's pool for page gradients."""
+    host_bytes: int
+    """What host memory may have to hold; 0 where the device holds everything."""
+    fits: bool
+    message: str
+    """What does not fit, in three lines; empty where everything does."""
+
+    @property
+    def offloads(self) -> bool:
+        return self.host_bytes > 0
+
+
+def plan_memory(
+    demand: PageDemand,
+    *,
+    free_device_bytes: int,
+    activation_bytes: int,
+    host_budget_bytes: int,
+    chunk_tokens: int,
+    offload: bool | Literal["auto"] = "auto",
+    device_pages_bytes: int | None = None,
+) -> MemoryPlan:
+    """Divide pages between device and host.
+
+    Everything stays on the device where it fits. Otherwise both pools get the same share of what the device has left, but
+    never more than they can use: what one does not need is the other's.
+
+    Args:
+        free_device_bytes: what new tensors may take on the device, before pages and activations.
+        activation_bytes: estimated or measured, of one chunk with its logits and gradients.
+        host_budget_bytes: what may be pinned.
+        chunk_tokens: of the step, for the message.
+        offload: False refuses what does not fit on the device; otherwise host memory takes it.
+        device_pages_bytes: a limit on both pools together; None takes what is free.
+
+    Returns:
+        With ``fits`` False, the pools that the device would have to hold at least.
+    """
+    whole = demand.value_bytes + demand.gradient_bytes
+    least = demand.least_value_bytes + demand.least_gradient_bytes
+    room = free_device_bytes - activation_bytes - demand.resident_bytes
+    if device_pages_bytes is not None:
+        room = min(room, device_pages_bytes)
+    if whole <= room:
+        return MemoryPlan(demand.value_bytes, demand.gradient_bytes, 0, True, "")
+    if offload is False:
+        return MemoryPlan(demand.value_bytes, demand.gradient_bytes, 0, False, _without_offload(demand, room))
+    if least > room:
+        refusal = _too_small(demand, room, activation_bytes, chunk_tokens, device_pages_bytes)
+        return MemoryPlan(demand.least_value_bytes, demand.least_gradient_bytes, 0, False, refusal)
+    values, gradients = _shares(demand, room)
+    # What does not find room on the device must be on the host. A record that comes back may keep its place there, so that
+    # it need not be written twice: as far as there is room.
+    must = max(1, demand.living_bytes - values - gradients)
+    may = min(demand.living_bytes, whole - (values if values == demand.value_bytes else 0))
+    if must > host_budget_bytes:
+        return MemoryPlan(values, gradients, must, False, _too_little_host(demand, must, host_budget_bytes, room))
+    return MemoryPlan(values, gradients, min(may, host_budget_bytes), True, "")
+
+
+def _shares(demand: PageDemand, pools: int) -> tuple[int, int]:
+    """Sizes of both pools: half each, within what each must have and can use."""
+    values = pools // 2
+    values = max(values, demand.least_value_bytes, pools - demand.gradient_bytes)
+    values = min(values, demand.value_bytes, pools - demand.least_gradient_bytes)
+    return values, min(demand.gradient_bytes, pools - values)
+
+
+def _without_offload(demand: PageDemand, room: int) -> str:
+    whole = demand.value_bytes + demand.gradient_bytes
+    return (
+        "The pages of this document do not fit on the GPU.\n"
+        f"  They take {_gib(whole)} ({_gib(demand.value_bytes)} of K and V, {_gib(demand.gradient_bytes)} of gradients); "
+        f"{_gib(room)} are free beside one chunk.\n"
+        "  Set offload='auto', which keeps the rest in host memory."
+    )
+
+
+def _too_small(
+    demand: PageDemand, room: int, activation_bytes: int, chunk_tokens: int, device_pages_bytes: int | None
+) -> str:
+    least = demand.least_value_bytes + demand.least_gradient_bytes
+    if device_pages_bytes is not None and device_pages_bytes < least:
+        remedy = f"Set device_pages_gib={-(-least // GIB)} or more, or 'auto'."
+    else:
+        remedy = f"Set chunk_tokens={chunk_tokens // 2}, which takes about {_gib(activation_bytes // 2)} less."
+    return (
+        "The GPU has no room for the pages that one chunk needs at once.\n"
+        f"  They take {_gib(least)}; {_gib(room)} are left beside {_gib(activation_bytes)} of activations and "
+        f"{_gib(demand.resident_bytes)} of mean keys and lists.\n"
+        f"  {remedy}"
+    )
+
+
+def _too_little_host(demand: PageDemand, must: int, budget: int, room: int) -> str:
+    if demand.gradient_bytes > demand.value_bytes:
+        remedy = "Set page_grad_dtype='bfloat16', which halves the gradients."
+    else:
+        remedy = f"Set host_memory_gib={-(-must // GIB)} on a machine that has them, or page_dtype='float8'."
+    return (
+        "Host memory is too small for the pages of this document.\n"
+        f"  {_gib(must)} are needed beside {_gib(room)} on the GPU; {_gib(budget)} may be used.\n"
+        f"  {remedy}"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:,.1f} GiB"

@@ -1,0 +1,59 @@
+"""What was measured, in one place: rates that one H200 reaches in whole steps. Other GPUs are scaled by their peaks.
+
+Where from: `python -m benchmarks.run whole_step --lengths 32768 131072 --sides oomb oomb-no-kept` and
+`python -m benchmarks.run profile_step --lengths 32768 --sides oomb` for dense steps, `... --sides
+oomb-sparse-16-no-kept oomb-sparse-64-no-kept` for sparse ones, `python -m benchmarks.run zero` for what DeepSpeed adds.
+`tests/plan/test_measured.py` holds the estimates against every row of docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+from oomb_accel.plan.sizes import GIB
+
+# Shares of a GPU's peak of matrix products.
+MATRIX = 650 / 989
+"""Matrix products of linear layers and head, adapters beside them."""
+ATTENTION_FORWARD, ATTENTION_BACKWARD = 573 / 989, 505 / 989
+"""Dense attention by library kernels, head_dim 128, with merging."""
+SELECTED_FORWARD, SELECTED_BACKWARD = 450 / 989, 275 / 989
+"""Attention to selected pages, lists at random."""
+SCORING = 150 / 989
+"""Scoring the mean keys of pages."""
+
+BACKWARD = 2.5
+"""Attention's backward over its forward: five matrix products instead of two."""
+HEAD_DIM = 128
+"""Of the measurements. Smaller heads are taken to be slower by the square root."""
+
+ELEMENTWISE_TURNS = 4.0
+"""How often a forward reads or writes what it keeps for the backward (norms, activations, RoPE, residuals); a backward twice
+as often."""
+ADAPTER_TURNS = 1.5
+"""How often the output of a linear layer is read or written more when it has an adapter."""
+LAYER_PASS_SECONDS = 0.25e-3
+"""Of a layer in one pass, whatever its size: launches, small kernels."""
+SPARSE_LAYER_SECONDS = 0.8e-3
+"""Of a layer that selects pages, in one forward: scores, lists, merging."""
+
+ZERO3_LAYER_SECONDS = 0.75e-3
+"""What DeepSpeed's hooks add to a layer in one pass."""
+ZERO3_HOST_SECONDS = 11e-3
+"""Least time of a layer with adapters in one pass under ZeRO 3 on several ranks: the host's."""
+ZERO_STEP_SHARE = 0.007
+"""What ZeRO 1 and 2 add to a step."""
+HOST_ADAMW_SECONDS = 0.55e-9
+"""torch's fused AdamW on 16 cores, per number."""
+
+# Memory.
+LOGIT_COPIES = 2
+"""A chunk's logits at the worst moment: themselves, and what indexing their batch of one makes in the backward."""
+WORKSPACE_BYTES = int(0.2 * GIB)
+"""Buffers of kernels, scores of pages, small tensors."""
+CONTEXT_BYTES = int(0.6 * GIB)
+"""CUDA context and libraries: device memory that torch does not count."""
+PROCESS_BYTES = 2 * GIB
+"""Host memory of a process with torch and transformers."""
+ZERO3_BUCKET_BYTES = 2 * 500_000_000
+"""DeepSpeed's default reduce_bucket_size, in bf16."""
+DEVICE_RESERVE = 0.06
+"""Share of the device that is never planned for: workspaces and fragmentation."""

@@ -1,0 +1,86 @@
+"""Where the sizes of a model are read from: a config.json, a model folder, the hub's cache, the hub, a config object."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from oomb_accel.plan.known import KNOWN, known_name
+from oomb_accel.plan.shape import ModelShape, shape_of
+
+
+def read_shape(source: Any) -> ModelShape:
+    """The sizes of a model.
+
+    Args:
+        source: a config.json, a folder with one, a hub id, the name of a known model, a mapping with the fields of a
+            config, or a config object of transformers. A hub id is looked for in the cache of this machine first, then
+            among the known models, then on the hub.
+
+    Raises:
+        ValueError: there is no such model, or its config does not say how large it is.
+    """
+    if isinstance(source, Mapping):
+        return shape_of(source, str(source.get("_name_or_path") or source.get("model_type") or "this model"))
+    if hasattr(source, "to_dict"):
+        return read_shape(source.to_dict())
+    name = str(source)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ValueError(f"{name} is no model folder.\n  It has no config.json.\n  Pass a model's folder or hub id.")
+    if path.is_file():
+        return shape_of(_fields(path), name)
+    if path.suffix == ".json" or name.startswith((".", "/", "~")):
+        raise ValueError(
+            f"There is no file {name}.\n  Looked in {os.getcwd()}.\n"
+            "  Pass a config.json, a model's folder, or a hub id such as Qwen/Qwen2.5-7B."
+        )
+    cached = _cached(name)
+    if cached is not None:
+        return shape_of(_fields(cached), name)
+    if known_name(name) in KNOWN:
+        return shape_of(KNOWN[known_name(name)], name)
+    return shape_of(_fields(_from_hub(name)), name)
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON.\n  {error}.\n  Pass the config.json of a model.") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} is no config.\n  It holds a {type(fields).__name__}.\n  Pass a model's config.json.")
+    return fields
+
+
+def _cached(name: str) -> Path | None:
+    """The config of a model that was loaded on this machine before."""
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    folder = cache / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    path = folder / "snapshots" / commit / "config.json"
+    return path if path.is_file() else None
+
+
+def _from_hub(name: str) -> Path:
+    reason = "the hub has models as ORGANISATION/NAME"
+    if name.count("/") == 1:
+        try:
+            from huggingface_hub import hf_hub_download
+
+            return Path(hf_hub_download(name, "config.json", etag_timeout=10))
+        except Exception as error:  # whatever network, hub and its client raise: the remedy is the same
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    near = difflib.get_close_matches(known_name(name), KNOWN, n=1, cutoff=0.5)
+    remedy = f"Did you mean {near[0]}?" if near else f"Known without download: {', '.join(KNOWN)}."
+    raise ValueError(f"The model {name!r} was not found.\n  No such folder here; {reason}.\n  {remedy}")

@@ -1,0 +1,189 @@
+"""Time of a step by part, and what goes over PCIe. Every chunk is counted by itself: what bounds an early one need not bound a
+late one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from oomb_accel.plan import rates
+from oomb_accel.plan.job import Job
+from oomb_accel.plan.memory import Memory, activation_bytes_per_token
+from oomb_accel.plan.sizes import parts_of
+from oomb_accel.schedule import Chunk
+
+_POOLED_TOKENS = 16
+"""Queries whose mean is scored against mean keys."""
+
+
+@dataclass(slots=True)
+class StepTime:
+    """Seconds and transfers of one optimizer step on one GPU."""
+
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
+    up_bytes: float = 0.0
+    """Host to device."""
+    down_bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+_PARTS = (
+    *("linear layers", "norms, activations, adapters", "attention inside chunks", "attention to the past"),
+    *("selection of pages", "launches", "waiting for host memory", "ZeRO", "optimizer"),
+)
+
+
+def estimate_time(job: Job, memory: Memory) -> StepTime:
+    """Time of a step whose memory is planned."""
+    step = StepTime()
+    num_chunks = len(memory.schedule.chunks)
+    for chunk in memory.schedule.chunks:
+        last = chunk.index == num_chunks - 1
+        repeated = not (last and job.keep_last_graph)
+        _compute(job, chunk, step, repeated=repeated, attends_again=repeated and chunk.index not in memory.kept)
+    _transfers(job, memory, step)
+    passes = 3 * num_chunks - (1 if job.keep_last_graph else 0)
+    _zero(job, step, passes)
+    _optimizer(job, step)
+    return step
+
+
+def _compute(job: Job, chunk: Chunk, step: StepTime, *, repeated: bool, attends_again: bool) -> None:
+    """Add what the GPU computes for a chunk in both sweeps."""
+    model, tokens, gpu = job.model, chunk.num_tokens, job.gpu
+    forwards, attention_forwards = 1 + repeated, 1 + attends_again
+    # With adapters only gradients of inputs are computed in the frozen layers, otherwise those of weights too.
+    linear = 2 * tokens * model.num_layers * model.active_layer_weights + 2 * chunk.num_targets * model.head_weights
+    linear += 2 * tokens * model.lora_parameters(job.lora_r)
+    products = forwards + (1 if job.lora_r else 2)
+    matrix = rates.MATRIX * gpu.flops_per_second
+    step.parts["linear layers"] += linear * products / matrix
+    moved = rates.ELEMENTWISE_TURNS * activation_bytes_per_token(job)
+    if job.lora_r:
+        outputs = sum(out * count for _, out, count in model.linears) if not model.num_experts else 0
+        moved += rates.ADAPTER_TURNS * 2 * model.num_layers * outputs
+    step.parts["norms, activations, adapters"] += tokens * moved * (forwards + 2) / gpu.memory_bytes_per_second
+    step.parts["launches"] += rates.LAYER_PASS_SECONDS * model.num_layers * (forwards + 1)
+
+    own, past, selected = attended_pairs(job, chunk)
+    pairs_flops = 4 * model.num_heads * model.head_dim / min(1.0, (model.head_dim / rates.HEAD_DIM) ** 0.5)
+    peak = gpu.flops_per_second
+
+    def attention(pairs: float, forward: float, backward: float) -> float:
+        return pairs * pairs_flops * (attention_forwards / forward + rates.BACKWARD / backward) / peak
+
+    step.parts["attention inside chunks"] += attention(own, rates.ATTENTION_FORWARD, rates.ATTENTION_BACKWARD)
+    step.parts["attention to the past"] += attention(past, rates.ATTENTION_FORWARD, rates.ATTENTION_BACKWARD)
+    step.parts["attention to the past"] += attention(selected, rates.SELECTED_FORWARD, rates.SELECTED_BACKWARD)
+    if selected:
+        mean_keys = len(chunk.past_pages) * parts_of(job.page_tokens)
+        scores = tokens / _POOLED_TOKENS * mean_keys * 2 * model.num_heads * model.head_dim
+        layers = len(job.sparse_layers)
+        # The recompute replays the lists, but merges again.
+        step.parts["selection of pages"] += layers * rates.SPARSE_LAYER_SECONDS * attention_forwards
+        step.parts["selection of pages"] += layers * scores / (rates.SCORING * peak)
+
+
+def attended_pairs(job: Job, chunk: Chunk) -> tuple[float, float, float]:
+    """(Query, key) pairs of a chunk over all layers: inside it, densely with its past, and with selected pages."""
+    tokens, past, layout = chunk.num_tokens, len(chunk.past_pages) * job.page_tokens, job.pages
+    triangle = tokens * (tokens + 1) / 2
+    own = dense = selected = 0.0
+    for window, layers in Counter(layout.windows).items():
+        if window is None or window >= tokens + past:
+            own += triangle * layers
+            dense += tokens * past * layers
+        else:
+            reach = min(window, tokens)
+            own += (reach * (reach + 1) / 2 + (tokens - reach) * reach) * layers
+            dense += min(window, past) * reach / 2 * layers
+    if layout.sparse_layers and layout.selects(len(chunk.past_pages)):
+        layers = len(layout.sparse_layers)
+        dense += tokens * (layout.always_pages * job.page_tokens - past) * layers
+        selected = float(tokens * layout.top_k * job.page_tokens * layers)
+    return own, dense, selected
+
+
+def _transfers(job: Job, memory: Memory, step: StepTime) -> None:
+    """Bytes between host and device, and how long the GPU waits for them.
+
+    What a chunk needs of the pages that exist is absent in the proportion in which they exceed the pool. Copies of each
+    direction run beside the computation; in the forward sweep of sparse layers only beside the attention of the chunk to
+    itself, since before that nobody knows which pages are wanted.
+    """
+    plan, schedule, layout = memory.plan, memory.schedule, job.pages
+    if not plan.offloads or not schedule.num_pages:
+        return
+    rate = job.gpu.host_bytes_per_second
+    num_chunks = len(schedule.chunks)
+    compute = sum(step.parts.values()) - step.parts["optimizer"]
+    weights = [_share_of_time(job, chunk) for chunk in schedule.chunks]
+    values_per_page = memory.pages.value_bytes / schedule.num_pages
+    gradients_per_page = memory.pages.gradient_bytes / schedule.num_pages
+    sparse = len(layout.sparse_layers) / len(layout.windows)
+    own_share = step.parts["attention inside chunks"] / (1 + rates.BACKWARD) / num_chunks
+    waiting, untouched = 0.0, 1.0
+    for chunk in reversed(schedule.chunks):
+        past = len(chunk.past_pages)
+        last = chunk.index == num_chunks - 1
+        seen = (1 - sparse) * past + sparse * layout.distinct_pages(past, chunk.num_tokens)
+        absent = max(0.0, 1 - plan.device_value_bytes / max(1.0, past * values_per_page))
+        read = seen * values_per_page * absent
+        written = len(chunk.own_pages) * values_per_page * absent
+        untouched *= 1 - seen / past if past else 0.0
+        grads = past * gradients_per_page * (1 - untouched)
+        absent = max(0.0, 1 - plan.device_gradient_bytes / max(1.0, grads))
+        dirty = seen * gradients_per_page * absent
+        again = not (last and job.keep_last_graph) and chunk.index not in memory.kept
+        up, down = read * (1 + again) + dirty, dirty
+        step.up_bytes += read + up
+        step.down_bytes += written + down
+        seconds = compute * weights[chunk.index] / sum(weights)
+        hidden = own_share if sparse == 1 else seconds / 4
+        waiting += max(0.0, max(read, written) / rate - hidden)
+        waiting += max(0.0, max(up, down) / rate - seconds * 3 / 4)
+    step.parts["waiting for host memory"] = waiting
+
+
+def _share_of_time(job: Job, chunk: Chunk) -> float:
+    """Of a chunk among all others, roughly: its own computation alone."""
+    alone = StepTime()
+    _compute(job, chunk, alone, repeated=True, attends_again=True)
+    return alone.seconds
+
+
+def _zero(job: Job, step: StepTime, passes: int) -> None:
+    """What DeepSpeed and communication add."""
+    model = job.model
+    if job.zero_stage in (None, 0) and job.num_gpus == 1:
+        return
+    if job.zero_stage != 3:
+        added = rates.ZERO_STEP_SHARE * step.seconds
+        gradient_bytes = job.trainable * (4 if job.zero_stage is None else 2)
+        added += 2 * gradient_bytes * (job.num_gpus - 1) / job.num_gpus / job.gpu.link_bytes_per_second
+        step.parts["ZeRO"] = added
+        return
+    gather = 2 * model.num_parameters * (job.num_gpus - 1) / job.num_gpus / job.gpu.link_bytes_per_second
+    added = max(gather, rates.ZERO3_LAYER_SECONDS * model.num_layers) * passes
+    if job.is_sharded and job.lora_r:
+        host = rates.ZERO3_HOST_SECONDS * model.num_layers * passes
+        added = max(added, host - step.seconds)
+    if job.reduce_per_chunk:
+        added += passes / 3 * 6 * job.trainable / job.gpu.memory_bytes_per_second
+    step.parts["ZeRO"] = added
+
+
+def _optimizer(job: Job, step: StepTime) -> None:
+    numbers = job.trainable // (job.num_gpus if job.zero_stage else 1)
+    if job.zero_offload and job.zero_stage is not None:
+        transfer = 6 * numbers / job.gpu.host_bytes_per_second
+        step.parts["optimizer"] = numbers * rates.HOST_ADAMW_SECONDS + transfer
+        step.down_bytes += 4 * numbers
+        step.up_bytes += 2 * numbers
+        return
+    # AdamW reads weight, gradient and two moments and writes three of them; sums over chunks were added to before.
+    num_chunks = -(-job.tokens // job.chunk_tokens)
+    step.parts["optimizer"] = (28 * numbers + 10 * job.trainable * num_chunks) / job.gpu.memory_bytes_per_second
