@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from oomb_accel.foresight import Foresight, Phase
-from oomb_accel.pages import PagedKVCache
+from oomb_accel.pages import PagedKVCache, PageRooms
 from oomb_accel.schedule import Chunk
 from oomb_accel.selection import PageSelector
 
@@ -26,6 +26,14 @@ class StreamMemory:
     """By index of the chunk, for those whose attention outputs are kept for the backward sweep."""
     foresight: Foresight | None = None
     """None where all pages stay on the device."""
+    rooms: PageRooms | None = None
+    """How pages are divided between device and host, where not all stay on the device."""
+
+    def device_bytes(self) -> dict[str, int]:
+        """Device bytes of what is kept from chunk to chunk, by tier."""
+        # Layers are alike, and all of them have run whenever somebody asks.
+        kept = [len(outputs) * _num_bytes(*next(iter(outputs.values()))) for outputs in self.kept.values() if outputs]
+        return {**self.cache.device_bytes(), "kept_outputs": sum(kept)}
 
     def begin(self, chunk: Chunk, phase: Phase) -> None:
         """A run of the model over a chunk begins, or its backward."""
@@ -38,3 +46,7 @@ class StreamMemory:
         self.cache.release(chunk)
         if self.selector is not None:
             self.selector.release(chunk)
+
+
+def _num_bytes(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

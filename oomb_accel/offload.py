@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+import weakref
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -59,7 +61,19 @@ class Offload:
         except HostMemoryError as error:
             raise ValueError(str(error)) from None
         if self.mover is None:
-            self.mover = CudaMover(device) if device.type == "cuda" else HostMover()
+            self.arena.give(self.arena.take())  # whether pinning is refused shows with the first slab
+            self.mover = CudaMover(device, pinned=self.arena.pinned) if device.type == "cuda" else HostMover()
+
+    def host_bytes(self) -> dict[str, int]:
+        """Host memory for pages: what there is, and what of it is in use."""
+        arena = self.arena
+        if arena is None:
+            return {"page_memory_used": 0, "page_memory": 0}
+        return {"page_memory_used": arena.num_bytes - arena.free_bytes, "page_memory": arena.num_bytes}
+
+    def copied_bytes(self) -> dict[str, int]:
+        """Of pages copied so far, ``"up"`` to the device and ``"down"`` to the host."""
+        return {"up": 0, "down": 0} if self.mover is None else dict(self.mover.num_bytes)
 
     def close(self) -> None:
         """Give all host memory back."""
@@ -78,7 +92,6 @@ class StreamRecords:
     rooms: PageRooms
     foresight: Foresight
     device: torch.device
-    stores: list[HostStore] = field(default_factory=list)
 
     def __call__(self, kind: Kind, num_slots: int, dtype: torch.dtype) -> Records:
         """Records of a kind, on the device or in two tiers."""
@@ -87,8 +100,7 @@ class StreamRecords:
             return StoredPages(self.shape, self.schedule.num_pages, num_slots, dtype, self.device)
         assert self.offload.arena is not None and self.offload.mover is not None, "host memory was reserved"
         store = HostStore(self.offload.arena, self.shape.slot_bytes(dtype))
-        self.stores.append(store)
-        return TieredPages(
+        records = TieredPages(
             self.shape,
             self.schedule.num_pages,
             room,
@@ -98,3 +110,15 @@ class StreamRecords:
             self.offload.mover,
             lambda layer: self.foresight.worth(kind, layer),
         )
+        weakref.finalize(records, _give_back, store, self.device).atexit = False
+        return records
+
+
+def _give_back(store: HostStore, device: torch.device) -> None:
+    """Slabs of records that nobody has any more. A step to its end has freed them; one that failed, or whose loss was
+    dropped, may have copies in flight."""
+    if store.num_bytes:
+        if device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # after a failure of the device itself there are no copies either
+                torch.cuda.synchronize(device)
+        store.close()

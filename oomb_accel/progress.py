@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
@@ -35,6 +36,8 @@ class ChunkEvent:
     """Where the work runs, as ``str(torch.device)``."""
     with_backward: bool = True
     """False where no backward sweep follows, as in evaluation."""
+    kept: Callable[[], dict[str, int]] | None = None
+    """Device bytes of what is kept from chunk to chunk, by tier: for who wants to know, at the time of the event."""
 
 
 class DeviceClock:

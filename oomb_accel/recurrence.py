@@ -288,9 +288,8 @@ class ChunkRecurrence:
 
     def _report(self, sweep: Sweep, done: int, tokens_done: int, with_backward: bool = True) -> None:
         if self._settings.on_chunk is not None:
-            total = self._schedule.num_tokens
-            event = ChunkEvent(sweep, done, self.num_passes, tokens_done, total, str(self._device), with_backward)
-            self._settings.on_chunk(event)
+            place = (sweep, done, self.num_passes, tokens_done, self._schedule.num_tokens, str(self._device))
+            self._settings.on_chunk(ChunkEvent(*place, with_backward, self._memory.device_bytes))
 
 
 def _slice(embeds_1TD: Tensor | None, chunk: Chunk) -> Tensor | None:

@@ -92,7 +92,7 @@ def _layers(rows: Rows) -> Any:
     cosine = "cosine of sparse and dense gradient"
     if gradients:
         cosine += f"\n{_when(models[-1])}"
-    titles = (cosine, "attended share of the softmax\nbefore training")
+    titles = (cosine, "attended share of the softmax\nadapted model, before training")
     for one, title in zip(axes, titles, strict=True):
         one.set_title(title, fontsize=10)
         one.set_xlabel("layer")
@@ -219,7 +219,7 @@ def _powers_of_two(axes: Axes) -> None:
 def _when(model: str) -> str:
     """A model's name in a title: ``top16-1`` is what a run left."""
     run, _, seed = model.rpartition("-")
-    return f"after training {run}, seed {seed}" if run else "before training"
+    return f"after training {run}, seed {seed}" if run else "adapted model, before training"
 
 
 def _smooth(values: list[float], width: int = SMOOTHED) -> list[float]:

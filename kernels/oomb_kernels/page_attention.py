@@ -1,5 +1,7 @@
 """Attention over selected pages: picks the kernels or their definition. Suffixes as in `page_lists`."""
 
+from typing import TypedDict
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,18 @@ from oomb_kernels.page_backward import (
     page_attention_backward_reference,
     unit_blocks,
 )
+from oomb_kernels.page_backward_once import groups_of_a_turn, launch_page_attention_backward
 from oomb_kernels.page_forward import launch_page_attention_forward, page_attention_forward_reference
 from oomb_kernels.page_index import build_page_index
 from oomb_kernels.page_lists import PageLists
+
+_SCORES_ONCE = True
+"""Five products instead of seven; False for measurements of the one against the other."""
+
+
+class _Score(TypedDict):
+    scale: float
+    softcap: float | None
 
 
 @torch.no_grad()
@@ -96,15 +107,23 @@ def page_attention_backward(
                 dout_HTD, q_HTD, out_HTD, lse_HT, pool, slots_GN, grad_pool, grad_slots_GN, lists,
                 scale=scale, softcap=softcap, seed=seed, dq_HTD=dq_HTD,
             )  # fmt: skip
-    dq_HTD, delta_HT = launch_page_attention_dq(
-        dout_HTD, q_HTD, out_HTD, lse_HT, pool, slots_GN, lists, scale=scale, softcap=softcap, dq_HTD=dq_HTD
-    )
-    if grad_pool is not None and grad_slots_GN is not None:
-        index = build_page_index(lists, unit_blocks(lists, pool[0].numel()))
-        launch_page_attention_dkv(
-            dout_HTD, q_HTD, lse_HT, delta_HT, pool, slots_GN, grad_pool, grad_slots_GN, lists, index,
-            scale=scale, softcap=softcap, seed=seed,
+    score: _Score = {"scale": scale, "softcap": softcap}
+    if grad_pool is None or grad_slots_GN is None:
+        return launch_page_attention_dq(
+            dout_HTD, q_HTD, out_HTD, lse_HT, pool, slots_GN, lists, **score, dq_HTD=dq_HTD
+        )[0]  # fmt: skip
+    index = build_page_index(lists, unit_blocks(lists, pool[0].numel()))
+    if _SCORES_ONCE and groups_of_a_turn(lists, q_HTD.shape[0], pool.shape[2], q_HTD.element_size()):
+        return launch_page_attention_backward(
+            dout_HTD, q_HTD, out_HTD, lse_HT, pool, slots_GN, grad_pool, grad_slots_GN, lists, index,
+            **score, seed=seed, dq_HTD=dq_HTD,
         )  # fmt: skip
+    dq_HTD, delta_HT = launch_page_attention_dq(
+        dout_HTD, q_HTD, out_HTD, lse_HT, pool, slots_GN, lists, **score, dq_HTD=dq_HTD
+    )
+    launch_page_attention_dkv(
+        dout_HTD, q_HTD, lse_HT, delta_HT, pool, slots_GN, grad_pool, grad_slots_GN, lists, index, **score, seed=seed
+    )
     return dq_HTD
 
 

@@ -149,7 +149,7 @@ def _add_to_record(record, tile, inside, dk, dv, seed, key, STOCHASTIC: tl.const
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "num_keys", "num_pages", "max_blocks", "seed"])
 def _page_dkv_kernel(  # type: ignore[no-untyped-def]
     dout_rows, q_rows, lse, delta, records, slots, grad_pool, grad_slots,
-    blocks, block_counts, units, ends, next_piece, partials,
+    visits, block_counts, units, ends, next_piece, partials,
     num_tokens, num_blocks, num_keys, num_pages, max_blocks, scale, factor, cap, seed, lse_stride_h, lse_stride_t,
     GROUP: tl.constexpr, Q_BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, STOCHASTIC: tl.constexpr,
     P: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -180,7 +180,7 @@ def _page_dkv_kernel(  # type: ignore[no-untyped-def]
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         for entry in range(number * max_blocks, tl.minimum(count, (number + 1) * max_blocks)):
-            block = tl.load(blocks + key.to(tl.int64) * num_blocks + entry).to(tl.int32)
+            block = tl.load(visits + key.to(tl.int64) * num_blocks + entry) >> 16
             for step in range(GROUP * TILES):
                 head = group * GROUP + step // TILES
                 first = block * Q_BLOCK + (step % TILES) * BLOCK_M
@@ -320,7 +320,7 @@ def launch_page_attention_dkv(
         _page_dkv_kernel[(programs,)](
             rows_of(dout_HTD, tiles.block_m), rows_of(q_HTD, tiles.block_m), lse_HT, delta_HT,
             records_of(pool, tiles.block_n), slots_GN.contiguous(), grad_pool, grad_slots_GN,
-            index.blocks_KB, index.counts_K, index.units_U2, index.ends_3K, next_piece, partials,
+            index.visits_KB, index.counts_K, index.units_U2, index.ends_3K, next_piece, partials,
             num_tokens, num_blocks, num_keys, lists.num_pages, index.max_blocks,
             scale, *score_factors(scale, softcap), seed,
             *lse_HT.stride(),

@@ -1,8 +1,9 @@
-"""The inverted index of page lists: for every page, the query blocks that attend to it.
+"""The inverted index of page lists: for every page, the query blocks that attend to it and where their lists name it.
 
 Suffixes as in `page_lists`; U units of work. With it each page's gradient has one owner, which adds everything up
 in registers and writes once: no atomics, and the same bits each time. A page that many blocks attend to would keep
 its owner busy long after all others; so its blocks are cut into units of `max_blocks`, whose sums are added in order.
+Units with much work come before those with little, so that all owners finish at about the same time.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 from oomb_kernels.page_lists import PageLists
 
 _TILE_ELEMENTS = 4096
+_BINS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,14 @@ class PageIndex:
     A page's key is ``kv_head * num_pages + page``.
     """
 
-    blocks_KB: Tensor
-    """int16 ``[G * N, B]``: blocks of each page in ascending order; what stands at or beyond its count is undefined."""
+    visits_KB: Tensor
+    """int32 ``[G * N, B]``: blocks of each page in ascending order, each as ``block << 16 | position in its list``;
+    what stands at or beyond the page's count is undefined."""
     counts_K: Tensor
     """int32 ``[G * N]``: blocks of each page."""
     units_U2: Tensor
-    """int32 ``[U, 2]``: key and number, among the units of its page, of each unit; by key, then number."""
+    """int32 ``[U, 2]``: key and number, among the units of its page, of each unit; by KV head, then the page's count in
+    descending bins, then key, then number."""
     ends_3K: Tensor
     """int32 ``[3, G * N]``, running sums over pages, each including its own page: units, units of cut pages (which get
     a partial sum each), cut pages."""
@@ -49,23 +53,23 @@ class PageIndex:
 def build_page_index_reference(lists: PageLists, max_blocks: int) -> PageIndex:
     """The definition of `build_page_index`, in plain torch."""
     num_groups, num_blocks, _ = lists.pages_GBK.shape
-    num_keys = num_groups * lists.num_pages
-    members = torch.zeros(num_groups, lists.num_pages, num_blocks, dtype=torch.bool)
+    num_keys, nowhere = num_groups * lists.num_pages, torch.iinfo(torch.int32).max
+    visits = torch.full((num_groups, lists.num_pages, num_blocks), nowhere, dtype=torch.int32)
     for g in range(num_groups):
         for b in range(num_blocks):
-            members[g, lists.pages_GBK[g, b, : int(lists.counts_GB[g, b])].long(), b] = True
-    members_KB = members.view(num_keys, num_blocks)
-    counts_K = members_KB.sum(1, dtype=torch.int32)
-    # A stable sort of "is no member" brings members to the front, in order.
-    blocks_KB = torch.sort((~members_KB).to(torch.int8), dim=1, stable=True).indices.to(torch.int16)
+            count = int(lists.counts_GB[g, b])
+            visits[g, lists.pages_GBK[g, b, :count].long(), b] = torch.arange(count, dtype=torch.int32) + (b << 16)
+    visits_KB = visits.view(num_keys, num_blocks).sort(dim=1).values
+    counts_K = (visits_KB < nowhere).sum(1, dtype=torch.int32)
     units_K = (counts_K + max_blocks - 1) // max_blocks
     cut_K = units_K > 1
     ends_3K = torch.stack([units_K, units_K * cut_K, cut_K.int()]).cumsum(1, dtype=torch.int32)
     keys = torch.arange(num_keys)
-    unit_key = torch.repeat_interleave(keys, units_K)
-    unit_number = torch.arange(len(unit_key)) - (ends_3K[0] - units_K)[unit_key]
+    bins_K = keys // lists.num_pages * _BINS + (max_blocks - counts_K).clamp(min=0) * (_BINS - 1) // max_blocks
+    unit_key = torch.repeat_interleave(order := bins_K.argsort(stable=True), units_K[order])
+    unit_number = torch.cat([torch.arange(int(number)) for number in units_K[order]])
     return PageIndex(
-        blocks_KB,
+        visits_KB,
         counts_K,
         torch.stack([unit_key, unit_number], 1).int(),
         ends_3K,
@@ -81,8 +85,8 @@ def _max_partials(lists: PageLists, max_blocks: int) -> int:
 
 
 @triton.jit(do_not_specialize=["num_pages", "room", "num_blocks"])
-def _index_mark_kernel(pages, counts, members, num_pages, room, num_blocks, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    # grid: (query blocks, KV heads); every byte is written by at most one program
+def _index_mark_kernel(pages, counts, places, num_pages, room, num_blocks, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    # grid: (query blocks, KV heads); every number is written by at most one program
     block = tl.program_id(0)
     group = tl.program_id(1)
     number = group * num_blocks + block
@@ -91,55 +95,78 @@ def _index_mark_kernel(pages, counts, members, num_pages, room, num_blocks, BLOC
         entry = start + tl.arange(0, BLOCK_K)
         page = tl.load(pages + number.to(tl.int64) * room + entry, mask=entry < count, other=0)
         key = (group * num_pages + page).to(tl.int64)
-        tl.store(members + key * num_blocks + block, 1, mask=entry < count)
+        tl.store(places + key * num_blocks + block, entry + 1, mask=entry < count)
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_blocks", "max_blocks"])
+@triton.jit
+def _bin_of(count, max_blocks, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The bin of a page by its number of blocks: 0 holds those with a whole unit and more."""
+    return tl.maximum(max_blocks - count, 0) * (BINS - 1) // max_blocks
+
+
+@triton.jit(do_not_specialize=["num_pages", "num_blocks", "max_blocks"])
 def _index_gather_kernel(  # type: ignore[no-untyped-def]
-    members, blocks, counts, units, num_keys, num_blocks, max_blocks, BLOCK_KEYS: tl.constexpr, BLOCK_B: tl.constexpr
-):
-    # grid: blocks of pages
-    key = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    places, visits, counts, units, bin_units, num_pages, num_blocks, max_blocks,
+    BINS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    # grid: (blocks of pages, KV heads)
+    group = tl.program_id(1)
+    num_keys = tl.num_programs(1) * num_pages
+    page = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    key = group * num_pages + page
+    valid = page < num_pages
     block = tl.arange(0, BLOCK_B)
-    inside = (key[:, None] < num_keys) & (block[None, :] < num_blocks)
+    inside = valid[:, None] & (block[None, :] < num_blocks)
     at = key.to(tl.int64)[:, None] * num_blocks
-    member = tl.load(members + at + block[None, :], mask=inside, other=0).to(tl.int32)
-    place = tl.cumsum(member, 1) - 1
-    tl.store(blocks + at + place, (block[None, :] + tl.zeros_like(place)).to(tl.int16), mask=inside & (member == 1))
+    place = tl.load(places + at + block[None, :], mask=inside, other=0)  # in the block's list, from 1; 0 is nowhere
+    member = (place > 0).to(tl.int32)
+    rank = tl.cumsum(member, 1) - 1
+    tl.store(visits + at + rank, (block[None, :] << 16) + place - 1, mask=inside & (place > 0))
     count = tl.sum(member, 1)
-    valid = key < num_keys
     num_units = (count + max_blocks - 1) // max_blocks
     cut = (num_units > 1).to(tl.int32)
     tl.store(counts + key, count, mask=valid)
     tl.store(units + key, num_units, mask=valid)
     tl.store(units + num_keys + key, num_units * cut, mask=valid)
     tl.store(units + 2 * num_keys + key, cut, mask=valid)
+    bins = tl.arange(0, BINS)
+    here = _bin_of(count, max_blocks, BINS)[:, None] == bins[None, :]
+    bins_at = (group * BINS + bins) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(bin_units + bins_at, tl.sum(tl.where(here, num_units[:, None], 0), 0))
 
 
-@triton.jit(do_not_specialize=["num_keys"])
-def _index_unit_kernel(ends, units, cut_pages, num_keys, BLOCK_KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
-    # grid: blocks of pages
-    key = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-    valid = key < num_keys
-    end = tl.load(ends + key, mask=valid, other=0)
-    first = tl.load(ends + key - 1, mask=valid & (key > 0), other=0)
+@triton.jit(do_not_specialize=["num_pages", "max_blocks"])
+def _index_unit_kernel(  # type: ignore[no-untyped-def]
+    counts, ends, bin_ends, units, cut_pages, num_pages, max_blocks, BINS: tl.constexpr, BLOCK_KEYS: tl.constexpr
+):
+    # grid: as that of `_index_gather_kernel`
+    group = tl.program_id(1)
+    num_keys = tl.num_programs(1) * num_pages
+    page = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    key = group * num_pages + page
+    valid = page < num_pages
     cut_end = tl.load(ends + 2 * num_keys + key, mask=valid, other=0)
     cut_first = tl.load(ends + 2 * num_keys + key - 1, mask=valid & (key > 0), other=0)
     tl.store(cut_pages + cut_first, key, mask=valid & (cut_end > cut_first))
-    longest = tl.max(end - first, 0)
-    for number in range(longest):
-        here = valid & (first + number < end)
+    count = tl.load(counts + key, mask=valid, other=0)
+    num_units = (count + max_blocks - 1) // max_blocks
+    page_bin = _bin_of(count, max_blocks, BINS)
+    here = page_bin[:, None] == tl.arange(0, BINS)[None, :]
+    # Units of this page and of those behind it in its bin, of this program.
+    rest = tl.sum(tl.where(here, tl.cumsum(tl.where(here, num_units[:, None], 0), 0, reverse=True), 0), 1)
+    first = tl.load(bin_ends + (group * BINS + page_bin) * tl.num_programs(0) + tl.program_id(0)) - rest
+    for number in range(tl.max(num_units, 0)):
         at = 2 * (first + number).to(tl.int64)
-        tl.store(units + at, key, mask=here)
-        tl.store(units + at + 1, number + tl.zeros_like(key), mask=here)
+        tl.store(units + at, key, mask=number < num_units)
+        tl.store(units + at + 1, number + tl.zeros_like(key), mask=number < num_units)
 
 
 def launch_build_page_index(lists: PageLists, max_blocks: int) -> PageIndex:
     """The Triton kernels of `build_page_index`."""
     num_groups, num_blocks, room = lists.pages_GBK.shape
     num_keys, device = num_groups * lists.num_pages, lists.pages_GBK.device
-    members_KB = torch.zeros(num_keys, num_blocks, dtype=torch.uint8, device=device)
-    blocks_KB = torch.empty(num_keys, num_blocks, dtype=torch.int16, device=device)
+    places_KB = torch.zeros(num_keys, num_blocks, dtype=torch.int32, device=device)
+    visits_KB = torch.empty_like(places_KB)
     units_3K = torch.empty(3, num_keys, dtype=torch.int32, device=device)
     counts_K = torch.empty(num_keys, dtype=torch.int32, device=device)
     # A page has at most as many units as blocks, so there are no more units than list entries.
@@ -148,18 +175,23 @@ def launch_build_page_index(lists: PageLists, max_blocks: int) -> PageIndex:
     cut_pages_U = torch.empty(max(max_partials, 1), dtype=torch.int32, device=device)
     block_b = triton.next_power_of_2(num_blocks)
     block_keys = max(1, min(64, _TILE_ELEMENTS // block_b))
+    grid = (triton.cdiv(lists.num_pages, block_keys), num_groups)
+    bin_units = torch.empty(grid[0] * num_groups * _BINS, dtype=torch.int32, device=device)
     with torch.cuda.device_of(lists.pages_GBK):
         _index_mark_kernel[(num_blocks, num_groups)](
-            lists.pages_GBK, lists.counts_GB, members_KB, lists.num_pages, room, num_blocks,
+            lists.pages_GBK, lists.counts_GB, places_KB, lists.num_pages, room, num_blocks,
             BLOCK_K=min(1024, triton.next_power_of_2(room)), num_warps=1,
         )  # fmt: skip
-        _index_gather_kernel[(triton.cdiv(num_keys, block_keys),)](
-            members_KB, blocks_KB, counts_K, units_3K, num_keys, num_blocks, max_blocks,
-            BLOCK_KEYS=block_keys, BLOCK_B=block_b,
+        _index_gather_kernel[grid](
+            places_KB, visits_KB, counts_K, units_3K, bin_units, lists.num_pages, num_blocks, max_blocks,
+            BINS=_BINS, BLOCK_KEYS=block_keys, BLOCK_B=block_b,
         )  # fmt: skip
         ends_3K = units_3K.cumsum(1, dtype=torch.int32)
-        _index_unit_kernel[(triton.cdiv(num_keys, 256),)](ends_3K, units_U2, cut_pages_U, num_keys, BLOCK_KEYS=256)
-    return PageIndex(blocks_KB, counts_K, units_U2, ends_3K, cut_pages_U, max_blocks, max_partials)
+        _index_unit_kernel[grid](
+            counts_K, ends_3K, bin_units.cumsum(0, dtype=torch.int32), units_U2, cut_pages_U,
+            lists.num_pages, max_blocks, BINS=_BINS, BLOCK_KEYS=block_keys,
+        )  # fmt: skip
+    return PageIndex(visits_KB, counts_K, units_U2, ends_3K, cut_pages_U, max_blocks, max_partials)
 
 
 @torch.no_grad()
@@ -167,10 +199,11 @@ def build_page_index(lists: PageLists, max_blocks: int) -> PageIndex:
     """Invert page lists.
 
     Args:
-        lists: of at most 32,767 query blocks; at least one candidate page.
+        lists: of at most 32,767 query blocks and 65,536 entries each; at least one candidate page.
         max_blocks: blocks of a unit of work, at least 1.
     """
-    assert lists.num_pages > 0 and lists.pages_GBK.shape[1] < 2**15 and max_blocks > 0
+    assert lists.num_pages > 0 and max_blocks > 0
+    assert lists.pages_GBK.shape[1] < 2**15 and lists.pages_GBK.shape[2] <= 2**16
     assert lists.pages_GBK.is_contiguous() and lists.counts_GB.is_contiguous()
     if lists.pages_GBK.is_cuda:
         return launch_build_page_index(lists, max_blocks)

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 import torch
 import triton
 
-Kernel = Literal["forward", "backward_q", "backward_kv"]
+Kernel = Literal["forward", "backward_q", "backward_kv", "backward_sum"]
 
 _SMALLEST_TILE = 16  # of a matrix product in Triton
 _MEASURED_SHARED_BYTES = 227 * 2**10  # of an H200
@@ -38,6 +38,9 @@ _TILES: dict[tuple[Kernel, int], Tiles] = {
     ("backward_kv", 64): Tiles(64, 128, 8, 3),
     ("backward_kv", 128): Tiles(64, 64, 4, 2),
     ("backward_kv", 256): Tiles(32, 64, 8, 2),
+    ("backward_sum", 64): Tiles(128, 64, 4, 4),
+    ("backward_sum", 128): Tiles(128, 64, 4, 3),
+    ("backward_sum", 256): Tiles(128, 64, 8, 3),
 }
 
 
@@ -56,8 +59,14 @@ def choose_tiles(
     width = max(64, triton.next_power_of_2(head_dim))
     measured = _TILES[kernel, min(width, 256)]
     limit = 128 if itemsize <= 2 else 32
+
+    def warps(block_m: int, block_n: int) -> int:
+        if (block_m, block_n) == (measured.block_m, measured.block_n):
+            return measured.num_warps
+        return min(measured.num_warps, 4 if block_m * block_n <= 64 * 64 else 8)
+
     options = [
-        Tiles(block_m, block_n, min(measured.num_warps, 4 if block_m * block_n <= 64 * 64 else 8), num_stages)
+        Tiles(block_m, block_n, warps(block_m, block_n), num_stages)
         for block_m in _halvings(_divisor(min(block_tokens, measured.block_m, limit), block_tokens))
         for block_n in _halvings(_divisor(min(page_tokens, measured.block_n, limit), page_tokens))
         for num_stages in range(measured.num_stages, 0, -1)
@@ -71,10 +80,13 @@ def shared_estimate(kernel: Kernel, tiles: Tiles, head_dim: int, itemsize: int) 
 
     A program holds the tiles of its own rows and streams two tiles of the other side, each as often as the pipeline
     has stages. The forward and dQ never hold more than two of those: they first have to load where the next page is,
-    which takes up the other stages. In 16 bits Hopper takes this to within 2 KiB in most calls, the other
-    architectures less. Calibrated on Triton 3.6.
+    which takes up the other stages. The owners of pages hold a tile of dS on its way out; the sum of dQ holds nothing
+    but what it streams, dS and K. In 16 bits Hopper takes this to within 2 KiB in most calls, the other architectures
+    less. Calibrated on Triton 3.6.
     """
     width = triton.next_power_of_2(head_dim)
+    if kernel == "backward_sum":
+        return itemsize * tiles.num_stages * tiles.block_n * (tiles.block_m + width) + _SMALL_BYTES
     streams_records = kernel != "backward_kv"
     own, other = (tiles.block_m, tiles.block_n) if streams_records else (tiles.block_n, tiles.block_m)
     held = own if kernel == "forward" else 2 * own
@@ -83,6 +95,8 @@ def shared_estimate(kernel: Kernel, tiles: Tiles, head_dim: int, itemsize: int) 
     if itemsize > 2:
         # FMA reads weights from there as well, and dK and dV a copy of their query rows in another layout.
         elements += tiles.block_m * (tiles.block_n if streams_records else max(tiles.block_n, width))
+    elif not streams_records:
+        elements += tiles.block_m * tiles.block_n
     return itemsize * elements + _SMALL_BYTES
 
 

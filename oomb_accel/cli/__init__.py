@@ -12,6 +12,8 @@ from oomb_accel.config import unknown_key_message
 COMMANDS = {
     "train": "fine-tune a model as a recipe says",
     "run": "run a training script unchanged, with chunk recurrence switched on in it",
+    "estimate": "memory, time and cost of a training step, and what fits, without a GPU",
+    "report": "what a run did: loss, speed and memory as a table and as plots",
     "verify": "check chunk recurrence against full attention on your own model",
     "bench": "measure the kernels of sparse attention on this GPU",
     "env": "versions, devices and limits: what a bug report needs",
@@ -55,7 +57,9 @@ def run_guarded(command: Callable[[], int], name: str) -> int:
         print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        if _is_out_of_memory(error):
+        if _is_of_ours(error):
+            print(f"{name}: {error}", file=sys.stderr)
+        elif _is_out_of_memory(error):
             print(f"{name}: {_OUT_OF_MEMORY.format(error=error)}", file=sys.stderr)
         elif isinstance(error, (ValueError, RuntimeError)) and _raised_here(error):
             print(f"{name}: {error}", file=sys.stderr)
@@ -67,6 +71,11 @@ def run_guarded(command: Callable[[], int], name: str) -> int:
 _OUT_OF_MEMORY = """The GPU ran out of memory.
   {error}
   Set a smaller oomb.chunk_tokens, oomb.keep_outputs: false, or oomb.page_grad_dtype: bfloat16."""
+
+
+def _is_of_ours(error: Exception) -> bool:
+    """Whether the error is of a type that this package made, such as that of memory that ran out within a step."""
+    return type(error).__module__.split(".")[0] == "oomb_accel"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -29,10 +29,11 @@ class HostMapping:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A page more than is used: slabs that touch could be taken for one piece, which CUDA registered as two.
+        self._mapping = mmap.mmap(-1, num_bytes + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in _ADVICE:
             self._advise(advice)
-        self.memory: Tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self.memory: Tensor = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes)
         self.address = self.memory.data_ptr()
         self.registered = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +57,10 @@ class Attachment:
     """Lines that others add to the banner: where settings come from, the engine around the model."""
     active: bool = True
     announced: bool = False
+    pages: str = ""
+    """The banner's line about where pages lie, once a step has shown it."""
+    pages_said: set[str] = field(default_factory=set)
+    """Places for which that line was said."""
     seen_whole: bool = False
     """Whether a step has found the model unsharded; looking takes a walk over all modules, so it is done once."""
     on_selection: OnSelection | None = None
@@ -194,6 +198,12 @@ class Attachment:
             listed_pages=max(listed, config.top_k) + config.sink_pages + config.recent_pages,
         )
 
+    def list_bytes(self, num_chunks: int) -> int:
+        """Device memory of the lists of so many chunks, which are kept for the backward sweep."""
+        config = self.config
+        blocks = -(-config.chunk_tokens // config.q_block)
+        return 4 * num_chunks * len(self.sparse_layers) * self.facts.num_kv_heads * blocks * config.top_k
+
     def page_shape(self, *, sparse: bool = False) -> PageShape:
         """What pages are like.
 
@@ -231,11 +241,21 @@ def _identity(parameter: Any) -> tuple[int, ...]:
 
 
 def _activation_estimate(base: PreTrainedModel) -> float:
-    """Bytes of activations per token, from the widths of all linear layers; generous, until one is measured."""
-    widths = sum(m.in_features + 2 * m.out_features for m in base.modules() if isinstance(m, nn.Linear))
+    """Bytes of activations per token, from the widths of all linear layers of the blocks: each keeps its input, and what
+    works on its output keeps that. As much as was measured for a 7B; taken until a step has measured its own."""
+    adapters = {id(m) for layer in base.modules() if isinstance(layer, BaseTunerLayer) for m in _adapter_modules(layer)}
+    linear = [m for m in base.modules() if isinstance(m, nn.Linear) and id(m) not in adapters]
+    widths = sum(m.in_features + m.out_features for m in linear)
     head = base.get_output_embeddings()
     in_head = head.in_features + head.out_features if isinstance(head, nn.Linear) else 0
     return float((widths - in_head) * base.dtype.itemsize)
+
+
+def _adapter_modules(layer: BaseTunerLayer) -> Iterator[nn.Module]:
+    for name in layer.adapter_layer_names:
+        value = getattr(layer, name, None)
+        if isinstance(value, nn.Module):
+            yield from value.modules()
 
 
 def _is_plain_lora(module: BaseTunerLayer) -> bool:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+
 from torch import nn
 
 from oomb_accel.integrations.agreement import is_partitioned, num_ranks
@@ -10,6 +14,8 @@ from oomb_accel.integrations.rope import describe_rope
 from oomb_accel.integrations.support import compute_dtype, whole_numel
 from oomb_accel.progress import GIB
 from oomb_kernels import AttentionCall, choose_backend
+
+logger = logging.getLogger("oomb_accel")
 
 
 def banner(model: nn.Module) -> str:
@@ -43,8 +49,18 @@ def describe(state: Attachment) -> str:
     ]
     if windows:
         lines.append(f"  windows    {len(windows)} layers attend to {windows[0]:,} tokens, the rest to everything")
+    if state.pages:
+        lines.append(f"  pages      {state.pages}")
     lines += [f"  {line}" for line in (*_gradients(state), *state.notes)]
     return "\n".join(lines)
+
+
+def say(state: Attachment, text: str) -> None:
+    """To the log if somebody listens, else to stderr, and not at all with progress=False."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", text)
+    elif state.config.progress is not False and os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr)
 
 
 def _gradients(state: Attachment) -> list[str]:

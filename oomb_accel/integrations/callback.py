@@ -7,6 +7,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,13 +17,17 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations import engine
 from oomb_accel.integrations.attachment import STATE, Attachment
+from oomb_accel.integrations.banner import say
 from oomb_accel.integrations.checkpoints import guard_checkpoints
 from oomb_accel.integrations.collator import TargetsOnly
+from oomb_accel.integrations.memory_watch import watch_memory
 from oomb_accel.integrations.switch import sources_of, switch_on
 from oomb_accel.integrations.timeout import set_timeout
 from oomb_accel.integrations.trainer_checks import trainer_refusals, trl_refusals
 from oomb_accel.integrations.transformers import disable
 from oomb_accel.integrations.versions import check_versions
+from oomb_accel.memory_report import FILE as MEMORY
+from oomb_accel.memory_report import MemoryReport, keep_lines
 from oomb_accel.sources import BLOCK, Resolved, Source, from_deepspeed, gather, resolve
 
 _GUARDED: weakref.WeakSet[Trainer] = weakref.WeakSet()
@@ -37,15 +42,19 @@ class OombCallback(TrainerCallback):
     Args:
         config: the settings, as a config or a mapping. They may also stand in the ``"oomb"`` block of the
             Trainer's DeepSpeed config, in ``OOMB_`` variables or in a preset; what is given twice must agree.
+        memory_report: write ``memory.jsonl`` into the Trainer's ``output_dir``, for ``oomb report``, and say the peaks
+            when training ends.
 
     Raises:
         ValueError: when the Trainer is made or training begins: settings that contradict each other, or something
             switched on in the Trainer that chunks cannot honour. The text names it.
     """
 
-    def __init__(self, config: OombConfig | Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: OombConfig | Mapping[str, Any] | None = None, *, memory_report: bool = False) -> None:
         self._source = Source.of_python(config, "OombCallback(...)")
         self._installed = False
+        self._wants_report = memory_report
+        self._report: MemoryReport | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check what is known before anything is sharded, and resolve the block."""
@@ -86,6 +95,36 @@ class OombCallback(TrainerCallback):
         if trainer is not None and trainer not in _GUARDED:
             _guard(trainer)
             _GUARDED.add(trainer)
+        if self._wants_report:
+            self._begin_report(model, args, state, kwargs.get("optimizer"))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._report is not None:
+            self._report.step = state.global_step + 1
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._report is not None:
+            self._report.updated()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        attachment: Attachment | None = getattr(kwargs["model"], STATE, None)
+        if self._report is not None and attachment is not None:
+            say(attachment, self._report.table())
+            self._report.stop()
+
+    def _begin_report(self, model: nn.Module, args: TrainingArguments, state: TrainerState, optimizer: Any) -> None:
+        if self._report is not None:  # of a training that failed
+            self._report.stop()
+        self._report = watch_memory(model, optimizer=optimizer)
+        if state.is_world_process_zero and args.output_dir is not None:
+            path = Path(args.output_dir) / MEMORY
+            path.parent.mkdir(parents=True, exist_ok=True)
+            keep_lines(path, state.global_step or -1)
+            self._report.write_to(path)
 
     def _resolve(self, args: TrainingArguments, *earlier: Source) -> Resolved:
         """The settings from all places. The block is left without ``"auto"``, which Accelerate refuses."""

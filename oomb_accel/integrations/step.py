@@ -18,6 +18,7 @@ from oomb_accel.integrations.agreement import agree_on_passes, is_partitioned, n
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.outputs import OombOutput
 from oomb_accel.integrations.rope import check_length
+from oomb_accel.integrations.step_recurrence import StepRecurrence
 from oomb_accel.integrations.stream import Stream, build_stream, check_targets, dummy_stream
 from oomb_accel.integrations.support import (
     check_checkpointing,
@@ -128,7 +129,8 @@ def build_recurrence(
         statistics: filled from the logits of the forward sweep.
     """
     device = stream.token_index_T.device
-    return ChunkRecurrence(
+    return StepRecurrence(
+        state,
         _chunk_model(state, batch, stream, call, statistics),
         stream.schedule,
         _memory(state, stream, device, keep_last_graph),
@@ -197,8 +199,7 @@ def _dummy_passes(
 
 
 def _memory(state: Attachment, stream: Stream, device: torch.device, keep_last_graph: bool) -> StreamMemory:
-    """An empty memory. Pages are selected where gradients are enabled: an evaluation is dense, as a model is
-    served.
+    """An empty memory. Pages are selected where gradients are enabled: an evaluation is dense, as a model is served.
 
     Raises:
         ValueError: pages fit neither on the device nor in host memory.
@@ -214,7 +215,7 @@ def _memory(state: Attachment, stream: Stream, device: torch.device, keep_last_g
     state.offload.reserve(rooms.host_bytes, device)
     foresight = Foresight(shape, schedule, selector, span_pages=state.span_pages)
     records = StreamRecords(state.offload, shape, schedule, rooms, foresight, device)
-    return StreamMemory(PagedKVCache(shape, schedule, device, records), selector, foresight=foresight)
+    return StreamMemory(PagedKVCache(shape, schedule, device, records), selector, foresight=foresight, rooms=rooms)
 
 
 def _page_bytes(state: Attachment, stream: Stream, device: torch.device, shape: PageShape, needs: PassNeeds) -> int:
@@ -241,12 +242,12 @@ def _page_bytes(state: Attachment, stream: Stream, device: torch.device, shape: 
 
 
 def _other_bytes(state: Attachment, stream: Stream) -> int:
-    """What a step takes on the device beside pages and kept outputs."""
+    """What a step takes on the device beside pages and kept outputs: activations, gradients, recorded lists."""
     longest = max((chunk.num_tokens for chunk in stream.schedule.chunks), default=0)
     activations = int(longest * state.meter.bytes_per_token)
     # Sums in fp32, what is returned, and what it is added to.
     gradients = sum(whole_numel(p) * (4 + 2 * p.element_size()) for p in state.model.parameters() if p.requires_grad)
-    return activations + gradients + gathered_bytes(state.model)
+    return activations + gradients + gathered_bytes(state.model) + state.list_bytes(len(stream.schedule.chunks))
 
 
 def _chunk_model(
@@ -288,8 +289,8 @@ def _chunk_model(
                 "  Their tokens would not see earlier chunks. This model cannot be trained in chunks."
             )
         if statistics is not None and run.sweep == "forward":
-            statistics.record(output.logits[0], stream.targets_N[targets], chunk.first_target)
-        return target_log_probs(output.logits[0], stream.targets_N[targets])
+            statistics.record(output.logits.squeeze(0), stream.targets_N[targets], chunk.first_target)
+        return target_log_probs(output.logits.squeeze(0), stream.targets_N[targets])
 
     return run_chunk
 

@@ -10,7 +10,6 @@ import functools
 import inspect
 import logging
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from oomb_accel.config import OombConfig
 from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.agreement import is_partitioned, refuse_passes
 from oomb_accel.integrations.attachment import STATE, Attachment
-from oomb_accel.integrations.banner import describe
+from oomb_accel.integrations.banner import describe, say
 from oomb_accel.integrations.step import chunked_step
 from oomb_accel.integrations.support import SUPPORTED_MODEL_TYPES, base_model_of, model_facts, refusals
 from oomb_accel.integrations.versions import check_versions
@@ -113,6 +112,7 @@ def disable(model: nn.Module) -> None:
         return
     own_forward, forward = state.own_forward, state.forward
     state.active = False  # whoever wrapped our forward meanwhile gets a plain one
+    state.offload.close()
     state.rope.remove()
     attention_interface.CHUNKED.difference_update(state.modules)
     name = attention_interface.original_of(state.base.config._attn_implementation)
@@ -152,14 +152,11 @@ def _replacement(state: Attachment) -> Callable[..., Any]:
 
 
 def announce(state: Attachment) -> None:
-    """Say once what is on: to the log if somebody listens, else to stderr, and not at all with progress=False."""
+    """Say once what is on."""
     if state.announced:
         return
     state.announced = True
-    if logger.isEnabledFor(logging.INFO):
-        logger.info("%s", describe(state))
-    elif state.config.progress is not False and os.environ.get("RANK", "0") == "0":
-        print(describe(state), file=sys.stderr)
+    say(state, describe(state))
 
 
 def _positional_names(function: Callable[..., Any]) -> list[str]:

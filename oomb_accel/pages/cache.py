@@ -68,9 +68,16 @@ class PagedKVCache:
     @property
     def num_bytes(self) -> int:
         """Device bytes of all pools as they are now."""
-        stores = (self._values, self._gradients, self._sink_gradients)
-        centroids = self._centroids.num_bytes if self._centroids else 0
-        return centroids + sum(pages.pool.num_bytes for pages in stores if pages)
+        return sum(self.device_bytes().values())
+
+    def device_bytes(self) -> dict[str, int]:
+        """Device bytes by what they are for."""
+        gradients = [records.pool.num_bytes for records in (self._gradients, self._sink_gradients) if records]
+        return {
+            "mean_keys": self._centroids.num_bytes if self._centroids else 0,
+            "pages": self._values.pool.num_bytes if self._values else 0,
+            "page_gradients": sum(gradients),
+        }
 
     def store(self, layer: int, chunk: Chunk, k_GTD: Tensor, v_GTD: Tensor) -> None:
         """Keep K and V (after RoPE) of the chunk's own pages, as far as later chunks attend to them.

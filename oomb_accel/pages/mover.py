@@ -15,15 +15,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from oomb_kernels import CopyMethod, best_copy_method, copy_records
+from oomb_kernels import CopyMethod, available_copy_methods, best_copy_method, copy_records
 
 Addresses: TypeAlias = npt.NDArray[np.int64]
 Mark: TypeAlias = Any
 """A moment on a stream. None is the beginning of time."""
 
 
+_PIECE_BYTES = 4096
+"""Small arrays are copied by one program per piece."""
+
+
 class PageMover(Protocol):
     """Copies in the background, ordered by marks."""
+
+    num_bytes: dict[str, int]
+    """Of records copied so far, ``"up"`` to the device and ``"down"`` to the host."""
 
     def now(self) -> Mark:
         """Everything that the computing stream was given so far."""
@@ -47,6 +54,9 @@ class PageMover(Protocol):
 class HostMover:
     """For the CPU: every copy is done at once."""
 
+    def __init__(self) -> None:
+        self.num_bytes = {"up": 0, "down": 0}
+
     def now(self) -> Mark:
         return None
 
@@ -54,9 +64,11 @@ class HostMover:
         return None
 
     def upload(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
+        self.num_bytes["up"] += len(sources) * record_bytes
         copy_records(sources, targets, record_bytes, to_device=True, device=torch.device("cpu"), method="loop")
 
     def download(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
+        self.num_bytes["down"] += len(sources) * record_bytes
         copy_records(sources, targets, record_bytes, to_device=False, device=torch.device("cpu"), method="loop")
 
     def to_device(self, array: npt.NDArray[np.int32]) -> Tensor:
@@ -69,13 +81,14 @@ class HostMover:
 class CudaMover:
     """One stream per direction.
 
-    Attributes:
-        num_bytes: copied so far, up and down.
+    Args:
+        pinned: whether host memory is.
     """
 
-    def __init__(self, device: torch.device, method: CopyMethod | None = None) -> None:
+    def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
         self._device = device
-        self._method: CopyMethod = method or best_copy_method(device)
+        self._method: CopyMethod = best_copy_method(device) if pinned else "loop"
+        self._small_by_kernel = "kernel" in available_copy_methods(device)
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._in_flight: deque[tuple[torch.cuda.Event, object]] = deque()
         self.num_bytes = {"up": 0, "down": 0}
@@ -96,14 +109,18 @@ class CudaMover:
 
     def to_device(self, array: npt.NDArray[np.int32]) -> Tensor:
         # A copy engine serves its queue in order, so a few bytes would wait behind megabytes: a kernel reads them.
-        size = -(-array.size // 4) * 4  # the kernel copies 16 bytes at a time
-        host = torch.empty(size, dtype=torch.int32, pin_memory=True)
-        host.numpy()[: array.size] = array.reshape(-1)
-        result = torch.empty(size, dtype=torch.int32, device=self._device)
-        pair = np.array([host.data_ptr()]), np.array([result.data_ptr()])
-        used = copy_records(*pair, 4 * size, to_device=True, device=self._device, method="kernel")
-        self._keep((host, used), self.now())
-        return result[: array.size].view(array.shape)
+        size = -(-array.nbytes // _PIECE_BYTES) * _PIECE_BYTES
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        host[: array.nbytes].numpy().view(np.int32)[...] = array.reshape(-1)
+        device = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if self._small_by_kernel:
+            offsets = np.arange(0, size, _PIECE_BYTES, dtype=np.int64)
+            pair = host.data_ptr() + offsets, device.data_ptr() + offsets
+            used = copy_records(*pair, _PIECE_BYTES, to_device=True, device=self._device, method="kernel")
+            self._keep((host, used), self.now())
+        else:
+            device.copy_(host, non_blocking=True)
+        return device[: array.nbytes].view(torch.int32).view(array.shape)
 
     def guard(self, storage: Tensor) -> None:
         storage.record_stream(self._up)

@@ -7,6 +7,7 @@ Legend: G KV heads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -65,6 +66,10 @@ class PageRooms:
     gradients: DeviceRoom | None
     host_bytes: int
     """That host memory must have room for."""
+    device_bytes: Mapping[Kind, int]
+    """Of the pools of both kinds."""
+    all_bytes: Mapping[Kind, int]
+    """Of all records of both kinds, wherever they lie."""
 
 
 def divide(
@@ -86,7 +91,7 @@ def divide(
         return None
     counts = [shape.num_records(layer, schedule) for layer in range(shape.num_layers)]
     whole, least = sum(counts), _most_needed(shape, counts, needs)
-    sizes = {"values": shape.slot_bytes(dtype), "gradients": shape.slot_bytes(shape.grad_dtype)}
+    sizes: dict[Kind, int] = {"values": shape.slot_bytes(dtype), "gradients": shape.slot_bytes(shape.grad_dtype)}
     fixed = shape.fixed_bytes(schedule, dtype)
     room = device_bytes - fixed
     if room < least * sum(sizes.values()):
@@ -97,9 +102,10 @@ def divide(
     values = _room(counts, least, share // sizes["values"])
     left = room - (values.num_slots if values else whole) * sizes["values"]
     gradients = _room(counts, least, left // sizes["gradients"])
-    parts = {"values": values, "gradients": gradients}
+    parts: dict[Kind, DeviceRoom | None] = {"values": values, "gradients": gradients}
     host = sum(sizes[kind] * (whole - sum(part.quotas)) for kind, part in parts.items() if part)
-    return PageRooms(values, gradients, host)
+    on_device = {kind: sizes[kind] * (part.num_slots if part else whole) for kind, part in parts.items()}
+    return PageRooms(values, gradients, host, on_device, {kind: whole * size for kind, size in sizes.items()})
 
 
 def working_bytes(shape: PageShape, schedule: ChunkSchedule, dtype: torch.dtype, needs: PassNeeds) -> int:

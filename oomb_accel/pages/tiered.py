@@ -69,6 +69,8 @@ class TieredPages:
         """By number, those that the computing stream does not wait for yet."""
         self._num_uploads = self._uploads_seen = 0
         self._resident = [0] * shape.num_layers
+        self._away = [0] * shape.num_layers
+        """Records that only the host has."""
         self._downloads: list[Mark] = [None] * shape.num_layers
         """The last download of each layer."""
         self._largest_use = 0
@@ -92,7 +94,8 @@ class TieredPages:
 
     def use(self, layer: int, *ranges: PageRange, wanted: WantedLater | None = None, write: bool = False) -> Tensor:
         assert wanted is None or len(ranges) == 1
-        chosen = wanted() if wanted else None
+        # Where nothing is away, nobody has to wait to know what is wanted.
+        chosen = wanted() if wanted and (write or self._away[layer]) else None
         arrival, slots_nG = self._uploads_seen, []
         for pages in ranges:
             here = slice(pages.first, pages.end)
@@ -135,6 +138,7 @@ class TieredPages:
         self._wait_for(int(self._arrivals[layer, here].max(where=present, initial=0)))
         self._free.give(slots[present], (self._mover.now(),))
         self._resident[layer] -= int(present.sum())
+        self._away[layer] -= int((~present & (host_slots != NO_SLOT)).sum())
         self._host.free(host_slots[host_slots != NO_SLOT])
         slots[...], host_slots[...] = NO_SLOT, NO_SLOT
         self._changed[layer, here] = self._expected[layer, here] = False
@@ -156,6 +160,7 @@ class TieredPages:
         )
         self._slots[layer, here][missing] = slots
         self._arrivals[layer, here][missing] = self._num_uploads
+        self._away[layer] -= len(slots)
 
     def _take(self, layer: int, count: int) -> tuple[npt.NDArray[np.int32], list[Mark]]:
         """Free slots for a layer; what others have ahead of time goes back where there are too few."""
@@ -192,6 +197,7 @@ class TieredPages:
         slots[here] = NO_SLOT
         self._expected[layer].reshape(-1)[here] = False
         self._resident[layer] -= len(here)
+        self._away[layer] += len(here)
 
     def _give_back(self, layer: int, here: npt.NDArray[np.int64], now: Mark) -> None:
         """Slots of records that the host has, too. An upload that was not waited for may still be writing to them."""

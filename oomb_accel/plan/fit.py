@@ -9,16 +9,20 @@ from typing import Any
 
 from oomb_accel.plan import rates
 from oomb_accel.plan.gpus import H200
-from oomb_accel.plan.job import HOST_RESERVE, Job
+from oomb_accel.plan.job import Job
 from oomb_accel.plan.memory import Memory, estimate_memory
-from oomb_accel.plan.sizes import GIB
+from oomb_accel.plan.sizes import GIB, host_margin
 from oomb_accel.plan.timing import StepTime, estimate_time
 
 LONGEST = 1 << 24
 """Tokens; no estimate looks further."""
-_CHUNKS = (1024, 2048, 4096, 8192, 16384)
+_STANDING = ("weights", "gathered weights", "optimizer", "gradient buckets", "gradients")
+_CHUNKS = (8192, 4096, 2048, 1024, 512)
+_MEASURED_CHUNKS = (8192, 4096)
+"""Smaller ones run slower than the estimate of their time says."""
+_SHORT_SPAN = 8192
 _GAIN = 0.03
-"""A larger chunk must make the step shorter by this share to be worth its memory."""
+"""Share by which another chunk than the usual one must be faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +97,13 @@ def _fits(job: Job) -> bool:
 
 
 def _refusal(job: Job, memory: Memory) -> str:
-    standing = sum(memory.device[part] for part in ("weights", "gathered weights", "optimizer", "gradient buckets"))
-    standing += rates.CONTEXT_BYTES
+    standing = rates.CONTEXT_BYTES + sum(memory.device[part] for part in _STANDING)
     if standing > job.gpu.memory_bytes:
         return (
             "The model does not fit on the GPU.\n"
-            f"  Weights and optimizer take {standing / GIB:,.1f} GiB of {job.gpu.memory_bytes / GIB:,.1f} GiB.\n"
-            "  Train adapters (lora_r: 16), divide it among GPUs (ZeRO 3), or take a smaller model."
+            f"  Weights, gradients and optimizer take {standing / GIB:,.1f} GiB, the GPU has "
+            f"{job.gpu.memory_bytes / GIB:,.1f} GiB.\n"
+            f"  {_for_large_models(job)}"
         )
     if not memory.plan.fits:
         return memory.plan.message
@@ -110,7 +114,7 @@ def _refusal(job: Job, memory: Memory) -> str:
             f"{memory.device['kept attention outputs'] / GIB:,.1f} GiB of them kept attention outputs.\n"
             "  Set keep_outputs='auto', which keeps what fits."
         )
-    budget = int(job.host_bytes * (1 - HOST_RESERVE))
+    budget = job.host_bytes - host_margin(job.host_bytes)
     if memory.host_bytes * job.num_gpus > budget:
         return (
             "Host memory is too small.\n"
@@ -119,6 +123,14 @@ def _refusal(job: Job, memory: Memory) -> str:
             "  Keep the optimizer on the GPU, or take a machine with more memory."
         )
     return ""
+
+
+def _for_large_models(job: Job) -> str:
+    if not job.lora_r:
+        return "Train adapters (lora_r: 16), put the optimizer on the host (ZeRO 2 or 3), or take more GPUs."
+    if job.zero_stage != 3:
+        return "Divide it among GPUs (ZeRO 3), or take a GPU with more memory."
+    return "Take GPUs with more memory: the graph of a chunk holds all weights, however they are divided."
 
 
 def largest_tokens(job: Job) -> int:
@@ -137,20 +149,43 @@ def largest_tokens(job: Job) -> int:
 
 
 def best_chunk_tokens(job: Job) -> int:
-    """The smallest chunk with which the step is about as fast as it can be in this memory; the smallest of all where
-    nothing fits."""
-    candidates = [estimate(replace(job, chunk_tokens=tokens)) for tokens in _CHUNKS if tokens >= job.page_tokens]
-    fitting = [found for found in candidates if found.fits]
-    if not fitting:
-        return candidates[0].job.chunk_tokens
-    fastest = min(found.time.seconds for found in fitting)
-    return next(f.job.chunk_tokens for f in fitting if f.time.seconds <= fastest * (1 + _GAIN))
+    """The chunk for a job: the usual one, or another of those that were measured if it is faster by `_GAIN`.
+
+    Where none of them fits, the largest smaller one that does; the smallest of all where nothing fits.
+    """
+    found = [estimate(replace(job, chunk_tokens=tokens)) for tokens in _CHUNKS if tokens >= job.page_tokens]
+    measured = [e for e in found if e.fits and e.job.chunk_tokens in _MEASURED_CHUNKS]
+    if measured:
+        fastest = min(measured, key=lambda e: e.time.seconds)
+        usual = measured[0]
+        gains = fastest.time.seconds < usual.time.seconds * (1 - _GAIN)
+        return (fastest if gains else usual).job.chunk_tokens
+    return next((e for e in found if e.fits), found[-1]).job.chunk_tokens if found else job.page_tokens
 
 
 def suggestions(job: Job) -> list[Suggestion]:
-    """Single changes with which the job fits, the fastest first."""
+    """Single changes with which the job fits, the fastest first; where there is none, several together."""
     found = [Suggestion(change, estimate(changed)) for change, changed in _changes(job)]
-    return sorted((s for s in found if s.estimate.fits), key=lambda s: s.estimate.time.seconds)
+    fitting = sorted((s for s in found if s.estimate.fits), key=lambda s: s.estimate.time.seconds)
+    return fitting or _together(job)
+
+
+def _together(job: Job) -> list[Suggestion]:
+    """The cheapest changes, one on top of the other, until the job fits; without those that prove unnecessary."""
+    wanted: dict[str, Any] = {"keep_outputs": "auto", "offload": "auto", "page_grad_dtype": "bfloat16"}
+    steps: list[dict[str, Any]] = [{"chunk_tokens": tokens} for tokens in _CHUNKS]
+    for step in (*steps, {"span_tokens": _SHORT_SPAN}, {"attention": "sparse"}, {"page_dtype": "float8"}):
+        wanted |= step
+        if _fits(replace(job, **wanted)):
+            break
+    else:
+        return []
+    for name in list(wanted):
+        fewer = {other: value for other, value in wanted.items() if other != name}
+        if _fits(replace(job, **fewer)):
+            wanted = fewer
+    changed = replace(job, **wanted)
+    return [Suggestion(", ".join(f"{name}: {value}" for name, value in wanted.items()), estimate(changed))]
 
 
 def _changes(job: Job) -> Iterator[tuple[str, Job]]:
@@ -160,11 +195,13 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
         yield "page_grad_dtype: bfloat16", replace(job, page_grad_dtype="bfloat16")
     if job.page_dtype == "model":
         yield "page_dtype: float8", replace(job, page_dtype="float8")
-    for tokens in sorted(_CHUNKS, reverse=True):
+    for tokens in _CHUNKS:
         smaller = replace(job, chunk_tokens=tokens)
         if job.page_tokens <= tokens < job.chunk_tokens and _fits(smaller):
             yield f"chunk_tokens: {tokens}", smaller
             break
+    if job.span_tokens > _SHORT_SPAN:
+        yield f"span_tokens: {_SHORT_SPAN}", replace(job, span_tokens=_SHORT_SPAN)
     if job.attention == "dense" and any(window is None for window in job.model.windows):
         yield "attention: sparse", replace(job, attention="sparse")
     if job.offload is False:
@@ -174,10 +211,10 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
     if not job.lora_r and not job.zero_offload:
         stage = job.zero_stage or 2
         yield f"ZeRO {stage}, optimizer on the host", replace(job, zero_stage=stage, zero_offload=True)
-    for gpus in (2, 4, 8):
-        wider = replace(job, num_gpus=gpus, zero_stage=3)
+    for gpus in (2, 4, 8):  # a document for each; the host grows with the machine
+        wider = replace(job, num_gpus=gpus, zero_stage=3, host_bytes=job.host_bytes * gpus // job.num_gpus)
         if gpus > job.num_gpus and _fits(wider):
-            yield f"{gpus} GPUs with ZeRO 3", wider
+            yield f"{gpus} GPUs with ZeRO 3, {wider.host_bytes / GIB:,.0f} GiB of host memory", wider
             break
     yield from _more_host(job)
 

@@ -11,9 +11,6 @@ from oomb_accel.plan.shape import ModelShape
 from oomb_accel.plan.sizes import GIB
 from oomb_accel.schedule import ChunkSchedule
 
-HOST_RESERVE = 0.1
-"""Share of the host's memory that is never planned for: the system and other processes."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:

@@ -33,7 +33,7 @@ def _sizes(
     }
 
 
-_SELECTED_EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+_SELECTED_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 
 KNOWN: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": _sizes("qwen2", 896, 4864, 24, 14, 2, 151936, 32768, tied=True),
@@ -49,9 +49,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "qwen3-8b": _sizes("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128),
     "qwen3-14b": _sizes("qwen3", 5120, 17408, 40, 40, 8, 151936, 40960, head_dim=128),
     "qwen3-32b": _sizes("qwen3", 5120, 25600, 64, 64, 8, 151936, 40960, head_dim=128),
-    "qwen3-30b-a3b": _sizes(
-        "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, 40960, head_dim=128, **_SELECTED_EXPERTS
-    ),
+    "qwen3-30b-a3b": _sizes("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, 40960, head_dim=128, **_SELECTED_EXPERTS),
     "llama-3.1-8b": _sizes("llama", 4096, 14336, 32, 32, 8, 128256, 131072),
     "llama-3.1-70b": _sizes("llama", 8192, 28672, 80, 64, 8, 128256, 131072),
     "llama-3.2-1b": _sizes("llama", 2048, 8192, 16, 32, 8, 128256, 131072, tied=True, head_dim=64),

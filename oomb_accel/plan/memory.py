@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oomb_accel.plan import rates
-from oomb_accel.plan.job import HOST_RESERVE, Job
+from oomb_accel.plan.job import Job
 from oomb_accel.plan.pages import PageDemand, page_demand
 from oomb_accel.plan.pools import MemoryPlan, plan_memory
-from oomb_accel.plan.sizes import output_bytes
+from oomb_accel.plan.sizes import host_margin, output_bytes
 from oomb_accel.schedule import ChunkSchedule
 
 _ADAM_BYTES = 8
@@ -54,8 +54,9 @@ def estimate_memory(job: Job) -> Memory:
     logits = rates.LOGIT_COPIES * 2 * targets * job.model.vocabulary
     demand = page_demand(job.pages, schedule)
     pinned, pageable = _host_state(job)
-    free = int(job.gpu.memory_bytes * (1 - rates.DEVICE_RESERVE)) - rates.CONTEXT_BYTES - sum(standing.values())
-    chunk_bytes = activations + logits + sum(gradients.values())
+    free = int(job.gpu.memory_bytes * (1 - rates.DEVICE_RESERVE)) - rates.CONTEXT_BYTES - rates.WORKSPACE_BYTES
+    free -= sum(standing.values()) + sum(gradients.values())
+    chunk_bytes = activations + logits
     plan = plan_memory(
         demand,
         free_device_bytes=free,
@@ -94,17 +95,19 @@ def _worst_moment(job: Job, activations: int, logits: int, reused: int, page_gra
     if job.keep_last_graph:
         moments.append((activations, logits, 0))  # the last chunk, before its backward: no page has a gradient
         moments.append((activations, 0, page_gradients))  # its first layers later
-    return dict(zip(("activations of one chunk", "logits of one chunk", "page gradients"), max(moments, key=sum), strict=True))
+    return dict(
+        zip(("activations of one chunk", "logits of one chunk", "page gradients"), max(moments, key=sum), strict=True)
+    )
 
 
 def host_budget_bytes(job: Job) -> int:
     """Host memory that one GPU's process may take for pages and optimizer states."""
-    return int(job.host_bytes * (1 - HOST_RESERVE)) // job.num_gpus - rates.PROCESS_BYTES
+    return (job.host_bytes - host_margin(job.host_bytes)) // job.num_gpus - rates.PROCESS_BYTES
 
 
 def activation_bytes_per_token(job: Job) -> int:
-    """What a token's graph holds between forward and backward, in bf16: inputs of every linear layer and norm, queries, keys
-    and values, both halves of the MLP, and attention's LSE."""
+    """What a token's graph holds between forward and backward, in bf16: inputs of every linear layer and norm, queries,
+    keys and values, both halves of the MLP, and attention's LSE."""
     model = job.model
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     active = max(1, model.experts_per_token)

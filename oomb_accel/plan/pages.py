@@ -37,8 +37,8 @@ class PageLayout:
     recent_pages: int
     page_budget: int | None
     distinct: float | None = None
-    """Distinct pages that the lists of a chunk name, as a share of the most that they could. None is what lists at random
-    come to, which is more than on real text."""
+    """Distinct pages that the lists of a chunk name, as a share of the most that they could. None is what lists at
+    random come to, which is more than on real text."""
 
     @property
     def always_pages(self) -> int:
@@ -83,6 +83,9 @@ class PageLayout:
 class PageDemand:
     """Bytes of one stream's pages."""
 
+    value_dtype: str
+    grad_dtype: str
+    """Storage of both, by name."""
     value_bytes: int
     """K and V of all pages that a later chunk attends to."""
     gradient_bytes: int
@@ -96,8 +99,8 @@ class PageDemand:
     list_bytes: int = 0
     """Recorded page lists of all chunks."""
     most_bytes: int | None = None
-    """Most bytes of values and gradients that exist at one moment, where that is less than all of them: gradients come into
-    being at their first contribution, and both go chunk by chunk in the backward sweep."""
+    """Most bytes of values and gradients that exist at one moment, where that is less than all of them: gradients come
+    into being at their first contribution, and both go chunk by chunk in the backward sweep."""
 
     @property
     def resident_bytes(self) -> int:
@@ -127,6 +130,8 @@ def page_demand(layout: PageLayout, schedule: ChunkSchedule) -> PageDemand:
     )
     at_once = min(num_records, min(1 + LAYERS_AHEAD, num_layers) * heads * _layer_pages(layout, schedule))
     return PageDemand(
+        value_dtype=layout.value_dtype,
+        grad_dtype=layout.grad_dtype,
         value_bytes=num_records * layout.value_record,
         gradient_bytes=(num_records - num_sinks) * layout.gradient_record,
         least_value_bytes=at_once * layout.value_record,

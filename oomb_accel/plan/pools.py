@@ -1,12 +1,16 @@
-"""How pages are divided between device and host before a step: what the engine asks for, and what the estimate shows."""
+"""How pages are divided between device and host before a step, for the engine and for the estimate."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from oomb_accel.plan.pages import PageDemand
 from oomb_accel.plan.sizes import GIB
+
+_SHORTEST_CHUNK = 256
+"""Tokens; nobody is told to take less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +44,12 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide pages between device and host.
 
-    Everything stays on the device where it fits. Otherwise both pools get the same share of what the device has left, but
-    never more than they can use: what one does not need is the other's.
+    Everything stays on the device where it fits. Otherwise both pools get the same share of what the device has left,
+    but never more than they can use: what one does not need is the other's.
 
     Args:
-        free_device_bytes: what new tensors may take on the device, before pages and activations.
-        activation_bytes: estimated or measured, of one chunk with its logits and gradients.
+        free_device_bytes: what pages, activations and logits may take on the device.
+        activation_bytes: estimated or measured, of one chunk with its logits.
         host_budget_bytes: what may be pinned.
         chunk_tokens: of the step, for the message.
         offload: False refuses what does not fit on the device; otherwise host memory takes it.
@@ -67,8 +71,8 @@ def plan_memory(
         refusal = _too_small(demand, room, activation_bytes, chunk_tokens, device_pages_bytes)
         return MemoryPlan(demand.least_value_bytes, demand.least_gradient_bytes, 0, False, refusal)
     values, gradients = _shares(demand, room)
-    # What does not find room on the device must be on the host. A record that comes back may keep its place there, so that
-    # it need not be written twice: as far as there is room.
+    # What does not find room on the device must be on the host. A record that comes back may keep its place there, so
+    # that it need not be written twice: as far as there is room.
     must = max(1, demand.living_bytes - values - gradients)
     may = min(demand.living_bytes, whole - (values if values == demand.value_bytes else 0))
     if must > host_budget_bytes:
@@ -88,8 +92,8 @@ def _without_offload(demand: PageDemand, room: int) -> str:
     whole = demand.value_bytes + demand.gradient_bytes
     return (
         "The pages of this document do not fit on the GPU.\n"
-        f"  They take {_gib(whole)} ({_gib(demand.value_bytes)} of K and V, {_gib(demand.gradient_bytes)} of gradients); "
-        f"{_gib(room)} are free beside one chunk.\n"
+        f"  They take {_gib(whole)} ({_gib(demand.value_bytes)} of K and V, {_gib(demand.gradient_bytes)} of "
+        f"gradients); {_gib(max(0, room))} are free beside one chunk.\n"
         "  Set offload='auto', which keeps the rest in host memory."
     )
 
@@ -98,23 +102,37 @@ def _too_small(
     demand: PageDemand, room: int, activation_bytes: int, chunk_tokens: int, device_pages_bytes: int | None
 ) -> str:
     least = demand.least_value_bytes + demand.least_gradient_bytes
-    if device_pages_bytes is not None and device_pages_bytes < least:
-        remedy = f"Set device_pages_gib={-(-least // GIB)} or more, or 'auto'."
+    if device_pages_bytes is not None and device_pages_bytes == room:
+        remedy = f"Set device_pages_gib={math.ceil(10 * least / GIB) / 10} or more, or 'auto'."
     else:
-        remedy = f"Set chunk_tokens={chunk_tokens // 2}, which takes about {_gib(activation_bytes // 2)} less."
+        remedy = _smaller_chunk(room - least, activation_bytes, chunk_tokens)
+    beside = f"{_gib(activation_bytes)} of activations and logits"
+    if demand.resident_bytes:
+        beside += f" and {_gib(demand.resident_bytes)} of mean keys and lists"
     return (
-        "The GPU has no room for the pages that one chunk needs at once.\n"
-        f"  They take {_gib(least)}; {_gib(room)} are left beside {_gib(activation_bytes)} of activations and "
-        f"{_gib(demand.resident_bytes)} of mean keys and lists.\n"
+        "The GPU has no room for one chunk and the pages that it needs at once.\n"
+        f"  These pages take {_gib(least)}; {_gib(max(0, room))} are free beside {beside}.\n"
         f"  {remedy}"
     )
 
 
+def _smaller_chunk(room: int, activation_bytes: int, chunk_tokens: int) -> str:
+    """How to win the bytes that are missing (``room`` is negative): activations shrink with the chunk."""
+    share = (activation_bytes + room) / max(1, activation_bytes)
+    tokens = 1 << max(0, int(share * chunk_tokens)).bit_length() >> 1
+    if tokens < _SHORTEST_CHUNK:
+        return "Even short chunks would not fit: divide the model among GPUs (ZeRO 3), or take a larger GPU."
+    return f"Set chunk_tokens={tokens}."
+
+
 def _too_little_host(demand: PageDemand, must: int, budget: int, room: int) -> str:
-    if demand.gradient_bytes > demand.value_bytes:
-        remedy = "Set page_grad_dtype='bfloat16', which halves the gradients."
+    more = f"host memory is short by {_gib(must - budget)}."
+    if demand.grad_dtype == "float32":
+        remedy = f"Set page_grad_dtype='bfloat16', which halves the gradients; {more}"
+    elif demand.value_dtype != "float8":
+        remedy = f"Set page_dtype='float8', which halves K and V; {more}"
     else:
-        remedy = f"Set host_memory_gib={-(-must // GIB)} on a machine that has them, or page_dtype='float8'."
+        remedy = f"Shorten the document, or give chunks fewer tokens and pages more of the GPU; {more}"
     return (
         "Host memory is too small for the pages of this document.\n"
         f"  {_gib(must)} are needed beside {_gib(room)} on the GPU; {_gib(budget)} may be used.\n"

@@ -26,8 +26,8 @@ HEAD_DIM = 128
 """Of the measurements. Smaller heads are taken to be slower by the square root."""
 
 ELEMENTWISE_TURNS = 4.0
-"""How often a forward reads or writes what it keeps for the backward (norms, activations, RoPE, residuals); a backward twice
-as often."""
+"""How often a forward reads or writes what it keeps for the backward (norms, activations, RoPE, residuals); a backward
+twice as often."""
 ADAPTER_TURNS = 1.5
 """How often the output of a linear layer is read or written more when it has an adapter."""
 LAYER_PASS_SECONDS = 0.25e-3

@@ -110,7 +110,7 @@ def shape_of(fields: Mapping[str, Any], name: str) -> ModelShape:
     intermediate = fields.get("moe_intermediate_size") or fields.get("intermediate_size")
     if not intermediate:
         missing.append("intermediate_size")
-    if missing:
+    if missing or not intermediate:
         raise ValueError(
             f"The config of {name} does not say how large the model is.\n"
             f"  It has no {', '.join(missing)} (model_type {model_type!r}).\n"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 GIB = 1024**3
+_MOST_MARGIN_BYTES = 4 * GIB
+_MARGIN_SHARE = 16
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 """Bytes of one number of a page, by name of its storage."""
@@ -15,6 +17,11 @@ SCALE_BYTES = 8
 PART_TOKENS = 16
 """Tokens with one mean key. Longer runs hide short passages, shorter ones draw selection to single odd keys, see
 docs/sparsity.md."""
+
+
+def host_margin(total_bytes: int) -> int:
+    """Bytes of a host's memory that are left to everybody else: a part of it, up to a few GiB."""
+    return min(total_bytes // _MARGIN_SHARE, _MOST_MARGIN_BYTES)
 
 
 def record_bytes(page_tokens: int, head_dim: int, dtype: str) -> int:

@@ -1,4 +1,4 @@
-"""Where the sizes of a model are read from: a config.json, a model folder, the hub's cache, the hub, a config object."""
+"""Where the sizes of a model are read from: a config.json, a folder, the hub or its cache, a config object."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def read_shape(source: Any) -> ModelShape:
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
-            raise ValueError(f"{name} is no model folder.\n  It has no config.json.\n  Pass a model's folder or hub id.")
+            raise ValueError(
+                f"{name} is no model folder.\n  It has no config.json.\n  Pass a model's folder or hub id."
+            )
     if path.is_file():
         return shape_of(_fields(path), name)
     if path.suffix == ".json" or name.startswith((".", "/", "~")):

@@ -1,5 +1,5 @@
-"""Time of a step by part, and what goes over PCIe. Every chunk is counted by itself: what bounds an early one need not bound a
-late one."""
+"""Time of a step by part, and what goes over PCIe. Every chunk is counted by itself: what bounds an early one need not
+bound a late one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ _POOLED_TOKENS = 16
 """Queries whose mean is scored against mean keys."""
 
 
+_PARTS = (
+    *("linear layers", "norms, activations, adapters", "attention inside chunks", "attention to the past"),
+    *("selection of pages", "launches", "waiting for host memory", "ZeRO", "optimizer"),
+)
+
+
 @dataclass(slots=True)
 class StepTime:
     """Seconds and transfers of one optimizer step on one GPU."""
@@ -28,12 +34,6 @@ class StepTime:
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
-
-
-_PARTS = (
-    *("linear layers", "norms, activations, adapters", "attention inside chunks", "attention to the past"),
-    *("selection of pages", "launches", "waiting for host memory", "ZeRO", "optimizer"),
-)
 
 
 def estimate_time(job: Job, memory: Memory) -> StepTime:
@@ -111,8 +111,8 @@ def _transfers(job: Job, memory: Memory, step: StepTime) -> None:
     """Bytes between host and device, and how long the GPU waits for them.
 
     What a chunk needs of the pages that exist is absent in the proportion in which they exceed the pool. Copies of each
-    direction run beside the computation; in the forward sweep of sparse layers only beside the attention of the chunk to
-    itself, since before that nobody knows which pages are wanted.
+    direction run beside the computation; in the forward sweep of sparse layers only beside the attention of the chunk
+    to itself, since before that nobody knows which pages are wanted.
     """
     plan, schedule, layout = memory.plan, memory.schedule, job.pages
     if not plan.offloads or not schedule.num_pages:

@@ -13,14 +13,18 @@ from typing import Any, NoReturn
 
 import yaml
 
+from oomb_accel.memory_report import FILE as MEMORY
+from oomb_accel.memory_report import keep_lines
 from oomb_accel.training.recipe import Recipe
 
 METRICS, RECIPE, SUMMARY = "metrics.jsonl", "resolved_recipe.yaml", "summary.json"
+REPORTS = "report_*.png"
+"""What `oomb report` draws."""
 PROGRESS = "progress.json"
 """Written last into a checkpoint that a run can go on from."""
 LATEST = "latest"
 RESULTS = ("adapter_*", "model*.safetensors", "model.safetensors.index.json")
-PRODUCTS = (SUMMARY, METRICS, "checkpoint-*", *RESULTS, RECIPE)
+PRODUCTS = (SUMMARY, METRICS, MEMORY, "checkpoint-*", *RESULTS, RECIPE)
 """What a run leaves and a replacing run removes; other files in the folder are not touched. In this order: first goes
 what says that the run is done, last what says that there is a run."""
 LEFTOVERS = ".saving-*"
@@ -77,7 +81,8 @@ class RunFolder:
         patterns: tuple[str, ...] = (LEFTOVERS, *PRODUCTS)
         if self._goes_on:
             patterns = (LEFTOVERS, SUMMARY)
-            self._keep_rows(self._resume_step)
+            for name in (METRICS, MEMORY):
+                keep_lines(self.path / name, self._resume_step)
         for item in [*self._later_checkpoints(), *(item for pattern in patterns for item in self.path.glob(pattern))]:
             self._remove(item)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -96,7 +101,7 @@ class RunFolder:
 
     def log_again(self, row: dict[str, Any]) -> None:
         """:meth:`log` for a row of which nobody knows whether it, or a part of it, was written."""
-        self._keep_rows(row["step"] - 1)
+        keep_lines(self.path / METRICS, row["step"] - 1)
         self.log(row)
 
     def temporary(self, name: str) -> Path:
@@ -232,15 +237,6 @@ class RunFolder:
 
     def _later_checkpoints(self) -> list[Path]:
         return [path for path in self._checkpoints() if self._goes_on and _number(path) > self._resume_step]
-
-    def _keep_rows(self, last_step: int) -> None:
-        """Drop rows of metrics.jsonl behind a step: they belong to steps that are done again."""
-        metrics = self.path / METRICS
-        if not metrics.is_file():
-            return
-        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step)
-        self._replace(METRICS, lambda path: path.write_text(kept, encoding="utf-8"))
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from oomb_accel.rng import RngState
 from oomb_accel.sampler import Step, slots_of, tokens_of
 from oomb_accel.training.checkpoint import save_checkpoint, save_result
 from oomb_accel.training.data import last_tokens_batch
-from oomb_accel.training.folder import METRICS
+from oomb_accel.training.folder import MEMORY, METRICS
 from oomb_accel.training.learning_rate import learning_rate_factor
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.report import already_done, closing, header, measure_memory, step_line
@@ -77,6 +77,8 @@ def _one_step(run: Run, step: int, epoch: int, plan: Step) -> None:
     accelerator, recipe, summary = run.accelerator, run.recipe, run.summary
     started = time.perf_counter()
     run.line.prefix = f"step {step}/{run.num_steps} | "
+    if run.memory is not None:
+        run.memory.step = step
     if run.rng is None:
         run.rng = RngState.capture(accelerator.device)
     factor = learning_rate_factor(
@@ -115,6 +117,8 @@ def _one_step(run: Run, step: int, epoch: int, plan: Step) -> None:
     if accelerator.is_main_process:
         run.folder.start()
         run.folder.log(row)
+        if run.memory is not None:
+            run.memory.write_to(run.folder.path / MEMORY)
     run.row = None
     if step % recipe.logging_steps == 0 or step == run.num_steps:
         run.say(step_line(row, run.num_steps))

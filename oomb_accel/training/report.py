@@ -16,11 +16,17 @@ from oomb_accel.training.run import Run
 
 
 def measure_memory(run: Run) -> None:
-    """Update the peaks in the summary."""
+    """Update the peaks in the summary, behind the update of a step."""
     summary = run.summary
     summary.peak_host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    peak = torch.cuda.max_memory_allocated(run.accelerator.device) if run.accelerator.device.type == "cuda" else 0
+    if run.memory is not None:
+        run.memory.updated()
+        summary.memory_peaks = run.memory.peaks_as_dict()
+        if "allocated" in run.memory.peaks:  # torch's own figure starts anew at every chunk
+            peak = max(peak, run.memory.peaks["allocated"].num_bytes)
     if run.accelerator.device.type == "cuda":
-        summary.peak_gpu_gib = torch.cuda.max_memory_allocated(run.accelerator.device) / GIB
+        summary.peak_gpu_gib = peak / GIB
 
 
 def header(run: Run) -> str:
@@ -87,6 +93,8 @@ def closing(run: Run) -> str:
         )
     gpu = "" if summary.peak_gpu_gib is None else f"GPU {summary.peak_gpu_gib:.1f} GiB, "
     lines.append(f"peak memory: {gpu}host {summary.peak_host_gib:.1f} GiB")
+    if run.memory is not None:
+        lines += [f"  {row}" for row in run.memory.table().splitlines()]
     if run.accelerator.num_processes > 1:
         lines.append(f"waiting for longer documents on other devices: {summary.waiting:.1%} of the time")
     if recipe.lora_r == 0:

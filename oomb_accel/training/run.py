@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from oomb_accel.memory_report import MemoryReport
 from oomb_accel.progress import ProgressLine
 from oomb_accel.rng import RngState
 from oomb_accel.sampler import LengthBalancedSampler
@@ -36,6 +37,8 @@ class Summary:
     last_tokens_loss_after: float | None = None
     peak_gpu_gib: float | None = None
     peak_host_gib: float = 0.0
+    memory_peaks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Peaks by tier, in bytes, and when they were; see `MemoryReport`."""
     output_dir: str = ""
 
     @classmethod
@@ -65,6 +68,8 @@ class Run:
     num_targets: list[int]
     """Targets of each document."""
     identity: Identity
+    memory: MemoryReport | None = None
+    """Where memory goes; None where chunk recurrence is off."""
     summary: Summary = field(default_factory=Summary)
     norm_hook: Any = None
     """Holds the norm of the gradient where it can only be measured inside of an engine's step."""

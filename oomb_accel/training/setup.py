@@ -11,6 +11,7 @@ from torch import nn
 
 import oomb_accel
 from oomb_accel.integrations.attachment import attachment_of
+from oomb_accel.integrations.memory_watch import watch_memory
 from oomb_accel.integrations.prepare import prepare_with
 from oomb_accel.integrations.rope import check_length
 from oomb_accel.integrations.timeout import set_timeout
@@ -90,6 +91,7 @@ def prepare(recipe: Recipe) -> Run:
         num_steps=num_steps,
         num_targets=[document.num_targets for document in corpus.documents],
         identity=identity,
+        memory=watch_memory(model, optimizer=optimizer) if recipe.oomb.enabled else None,
         finished=finished,
     )
     _add_norm_hook(run)
@@ -100,6 +102,8 @@ def prepare(recipe: Recipe) -> Run:
         run.summary = Summary.from_dict(folder.finished)
     elif folder.resume is not None:
         load_checkpoint(run, folder.resume)
+        if run.memory is not None:
+            run.memory.add_peaks(run.summary.memory_peaks)
     return run
 
 

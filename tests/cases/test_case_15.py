@@ -10,7 +10,7 @@ from torch import Tensor
 
 import oomb_accel
 from oomb_accel import OombConfig
-from oomb_accel.pages import PagedKVCache
+from oomb_accel.pages import PagedKVCache, StoredPages
 from oomb_accel.selection import PageSelector
 from tests.harness.batches import documents_of, only_targets, packed, padded
 from tests.harness.models import tiny_model, twin, with_lora
@@ -235,8 +235,8 @@ def test_pages_and_lists_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
     (selector,) = selectors
     assert not selector._lists
     cache = caches[0]
-    for pages in (cache._values, cache._gradients, cache._sink_gradients):
-        assert pages is not None and pages.table.num_free == pages.pool.num_slots
+    for records in (cache._values, cache._gradients, cache._sink_gradients):
+        assert isinstance(records, StoredPages) and records._table.num_free == records.pool.num_slots
 
 
 # Ties.

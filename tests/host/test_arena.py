@@ -66,6 +66,20 @@ def test_reserve_does_notwait_for() -> None:
     arena.close()
 
 
+def test_who_waits_gets_what_is_given_back() -> None:
+    go_on = threading.Event()
+    arena = make_arena(2, FakeCuda(lambda number: wait_for(go_on) if number else None))
+    slab = arena.take()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(arena.take)
+        time.sleep(0.05)
+        assert not waiting.done()
+        arena.give(slab)
+        assert waiting.result(WAIT_S / 2) is slab
+        go_on.set()
+    arena.close()
+
+
 def test_parts_are_touched_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[tuple[int, int]] = []
     threads = set()
@@ -172,11 +186,13 @@ def test_a_fault_in_the_background_is_told() -> None:
         if number == 0:
             raise ZeroDivisionError("of the test")
 
-    arena = make_arena(1, FakeCuda(fault))
+    before = host_bytes()
+    arena = make_arena(1, FakeCuda(fault), slab_bytes=32 * MIB)
     with pytest.raises(HostMemoryError, match="ZeroDivisionError: of the test"):
         arena.take()
+    assert host_bytes() - before < 8 * MIB, "the slab that failed is gone"
     arena.take()
-    assert arena.num_bytes == SLAB
+    assert arena.num_bytes == 32 * MIB
     arena.close()
 
 
@@ -232,7 +248,7 @@ def test_hard_cap_under_threads() -> None:
 
 def test_pinning_refused() -> None:
     def refuse(number: int) -> None:
-        if number >= 2:
+        if number == 2:  # nobody asks again
             raise RuntimeError("CUDA error 2: out of memory")
 
     cuda = FakeCuda(refuse)

@@ -53,6 +53,16 @@ def test_one_run_before_the_lowest_slots() -> None:
     arena.close()
 
 
+def test_a_run_that_was_too_short_is_found_later() -> None:
+    arena = make_arena(3)
+    store = HostStore(arena, RECORD)
+    store.allocate(12)
+    store.free(np.array([1, 4, 5, 7, 8, 9, 10]))
+    assert numbers(store.allocate(3)) == [8, 9, 10]
+    assert numbers(store.allocate(2)) == [4, 5]
+    arena.close()
+
+
 def test_runs_do_not_cross_slabs() -> None:
     arena = make_arena(3)
     store = HostStore(arena, RECORD)

@@ -522,3 +522,23 @@ def test_checkpoints_are_those_of_a_plain_trainer(tmp_path: Path) -> None:
         assert torch.load(folder / "checkpoint-4" / "training_args.bin", weights_only=False).save_total_limit == 2
     assert listed[0] == listed[1]
     assert states[0]["best_global_step"] == states[1]["best_global_step"]
+
+
+def test_the_callback_reports_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two trainings into one folder leave the lines of the second; one that goes on keeps those of before."""
+
+    def steps_of(**more: Any) -> list[int]:
+        loud = OombCallback(config(progress="auto"), memory_report=True)
+        trainer = make_trainer(with_lora(tiny_model()), tmp_path, loud, save_strategy="steps", save_steps=1)
+        trainer.train(**more)
+        lines = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
+        assert {"forward", "backward", "update"} <= {line["sweep"] for line in lines}
+        assert lines[-1]["device"]["weights"] > 0
+        return [line["step"] for line in lines]
+
+    steps = steps_of()
+    assert set(steps) == {1, 2} and steps == sorted(steps)
+    said = capsys.readouterr().err
+    assert "peak memory, GiB" in said and "kept outputs" in said
+    assert steps_of() == steps
+    assert steps_of(resume_from_checkpoint=str(tmp_path / "checkpoint-1")) == steps

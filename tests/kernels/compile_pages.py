@@ -16,18 +16,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from oomb_kernels import page_backward, page_forward
+from oomb_kernels import page_backward, page_backward_once, page_forward
 from oomb_kernels.page_tiles import Kernel, Tiles
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 _FUNCTIONS: dict[Kernel, Any] = {
     "forward": page_forward._page_forward_kernel,
     "backward_q": page_backward._page_dq_kernel,
-    "backward_kv": page_backward._page_dkv_kernel,
+    "backward_kv": page_backward_once._page_owner_kernel,
+    "backward_sum": page_backward_once._page_dq_sum_kernel,
 }
 _LIKE_Q = {"q", "out", "dout", "dq", "other_out", "other_dq"}
-_FP32 = {"lse", "delta", "other_lse", "partials"}
-_INT32 = {"slots", "counts", "grad_slots", "block_counts", "units", "ends", "next_piece"}
+_FP32 = {"lse", "delta", "stats", "other_lse", "partials"}
+_INT32 = {"slots", "counts", "grad_slots", "block_counts", "units", "ends", "next_piece", "visits"}
 _SCALARS = {"scale": "fp32", "factor": "fp32", "cap": "fp32", "seed": "i64"}
 
 
@@ -85,6 +86,8 @@ def _constants(build: Build) -> dict[str, Any]:
         "OTHERS": build.others,
         "LIMIT": 2.0**15 if build.dtype == "fp16" else 2.0**100,
         "SOFTCAP": build.softcap,
+        "KEEP": True,
+        "HEADS": 1,
         "STOCHASTIC": build.stochastic,
         "P": build.page_tokens,
         "D": build.head_dim,
@@ -100,6 +103,8 @@ def _type(name: str, build: Build) -> str:
     block_d = triton.next_power_of_2(build.head_dim)
     if name == "records":
         return f"tensordesc<{build.dtype}[{build.tiles.block_n}, {block_d}]>"
+    if name == "ds_tiles":
+        return f"tensordesc<{build.dtype}[{build.tiles.block_n}, {build.tiles.block_m}]>"
     if name in ("dout_rows", "q_rows"):
         return f"tensordesc<{build.dtype}[1, {build.tiles.block_m}, {block_d}]>"
     if name in _LIKE_Q:
@@ -108,11 +113,11 @@ def _type(name: str, build: Build) -> str:
         return "*fp32"
     if name in _INT32:
         return "*i32"
-    if name == "blocks":
-        return "*i16"
     if name == "grad_pool":
         return "*bf16" if build.stochastic else "*fp32"
-    assert name in _SCALARS or "_stride_" in name or name.startswith(("num_", "list_", "max_")), name
+    assert (
+        name in _SCALARS or "_stride_" in name or name.startswith(("num_", "list_", "max_", "first_", "end_", "room"))
+    ), name
     return _SCALARS.get(name, "i32")
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from oomb_kernels import PageLists, page_attention_backward, page_attention_forward
+from oomb_kernels import page_attention_backward, page_attention_forward
 from oomb_kernels.page_backward import launch_page_attention_dkv, launch_page_attention_dq
+from oomb_kernels.page_backward_once import launch_page_attention_backward
 from oomb_kernels.page_forward import launch_page_attention_forward
 from oomb_kernels.page_index import launch_build_page_index
 from tests.kernels.page_reference import PageAttention, PageProblem, plain_page_attention, selected, shuffled_slots
@@ -24,23 +25,9 @@ class Functions(NamedTuple):
     backward: Callable[..., Tensor]
 
 
-def launch_backward(
-    dout: Tensor,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    pool: Tensor,
-    slots: Tensor,
-    grad_pool: Tensor | None,
-    grad_slots: Tensor,
-    lists: PageLists,
-    *,
-    seed: int,
-    dq_HTD: Tensor | None,
-    max_blocks: int = 8,
-    **score: Any,
-) -> Tensor:
-    """The kernels of the backward, one after the other."""
+def launch_twice(*args: Any, seed: int, dq_HTD: Tensor | None, max_blocks: int = 8, **score: Any) -> Tensor:
+    """The kernels of the backward that know nothing of each other: dQ, then dK and dV."""
+    dout, q, out, lse, pool, slots, grad_pool, grad_slots, lists = args
     dq, delta = launch_page_attention_dq(dout, q, out, lse, pool, slots, lists, dq_HTD=dq_HTD, **score)
     if grad_pool is not None:
         index = launch_build_page_index(lists, max_blocks)
@@ -50,8 +37,18 @@ def launch_backward(
     return dq
 
 
+def launch_backward(*args: Any, max_blocks: int = 8, turn: int = 1, **settings: Any) -> Tensor:
+    """The kernels of the backward that forms the scores once, some KV heads at a time."""
+    grad_pool, _, lists = args[6:9]
+    if grad_pool is None:
+        return launch_twice(*args, **settings)
+    index = launch_build_page_index(lists, max_blocks)
+    return launch_page_attention_backward(*(*args, index), turn=turn, **settings)
+
+
 PUBLIC = Functions(page_attention_forward, page_attention_backward)
 KERNELS = Functions(launch_page_attention_forward, launch_backward)
+TWICE = Functions(launch_page_attention_forward, launch_twice)
 
 # For properties that are not about rounding. On CPU the public functions are the definitions in plain torch.
 EVERYWHERE = pytest.mark.parametrize(
@@ -59,7 +56,9 @@ EVERYWHERE = pytest.mark.parametrize(
     [
         pytest.param(PUBLIC, "cpu", id="definition"),
         pytest.param(KERNELS, "cpu", marks=INTERPRETED, id="interpreted"),
+        pytest.param(TWICE, "cpu", marks=INTERPRETED, id="interpreted-twice"),
         pytest.param(KERNELS, "cuda", marks=ON_GPU, id="gpu"),
+        pytest.param(TWICE, "cuda", marks=ON_GPU, id="gpu-twice"),
     ],
 )
 

@@ -12,16 +12,18 @@ from tests.kernels.page_checks import (
     EVERYWHERE,
     KERNELS,
     PUBLIC,
+    TWICE,
     Functions,
     Results,
     check,
     launch_backward,
+    launch_twice,
     run,
     same_bits,
     used_pages,
 )
 from tests.kernels.page_reference import PageProblem, make_problem, plain_page_attention, shuffled_slots
-from tests.kernels.reference import INTERPRETED, ON_GPU, TRITON_PLACES
+from tests.kernels.reference import INTERPRETED, ON_GPU, TRITON_PLACES, assert_equal_by_definition
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
@@ -71,6 +73,7 @@ def test_pages_that_many_blocks_pick(device: str, dtype: torch.dtype, max_blocks
     units, partial_sums, cut_pages = build_page_index(lists, max_blocks).totals_3.tolist()
     assert units > partial_sums > cut_pages > 0 or max_blocks == 1, "some pages must be cut, others not"
     check(cutting(max_blocks), problem)
+    check(TWICE._replace(backward=partial(launch_twice, max_blocks=max_blocks)), problem)
 
 
 @PLACES
@@ -98,7 +101,18 @@ def test_without_a_pool_only_dq(functions: Functions, device: str) -> None:
     problem = hot_problem(device)
     truth = plain_page_attention(problem, torch.float64)
     dq_alone = run(functions, problem, truth, with_grads=False).dq
-    assert torch.equal(dq_alone, run(functions, problem, truth).dq)
+    assert_equal_by_definition(dq_alone, truth.dq_pages + truth.dq_others, "dq")
+
+
+@pytest.mark.parametrize(("device", "dtype"), TRITON_PLACES)
+def test_kv_heads_in_turns_change_no_bit(device: str, dtype: torch.dtype) -> None:
+    """dS of one KV head at a time, of some, or of all; the last turn may be shorter."""
+    problem = make_problem(dtype=dtype, device=device, tokens=37, block_tokens=16, groups=3, others="some")
+    truth = plain_page_attention(problem, torch.float64)
+    once = run(KERNELS, problem, truth)
+    for turn in (2, 3):
+        again = run(KERNELS._replace(backward=partial(launch_backward, turn=turn)), problem, truth)
+        assert torch.equal(again.dq, once.dq) and same_bits(again.grads, once.grads)
 
 
 @PLACES

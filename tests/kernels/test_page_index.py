@@ -1,6 +1,7 @@
 """The inverted index of page lists against one made entry by entry in Python."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -26,15 +27,15 @@ EVERYWHERE = pytest.mark.parametrize(
 )
 
 
-def blocks_of_pages(lists: PageLists) -> list[list[int]]:
-    """The query blocks of every page in ascending order, by key."""
-    blocks: list[list[int]] = [[] for _ in range(len(lists.pages_GBK) * lists.num_pages)]
+def visits_of_pages(lists: PageLists) -> list[list[int]]:
+    """The query blocks of every page in ascending order and its place in their lists, by key."""
+    visits: list[list[int]] = [[] for _ in range(len(lists.pages_GBK) * lists.num_pages)]
     counts = lists.counts_GB.tolist()
     for group, rows in enumerate(lists.pages_GBK.tolist()):
         for block, pages in enumerate(rows):
-            for page in pages[: counts[group][block]]:
-                blocks[group * lists.num_pages + page].append(block)
-    return blocks
+            for place, page in enumerate(pages[: counts[group][block]]):
+                visits[group * lists.num_pages + page].append(block * 65536 + place)
+    return visits
 
 
 def check(build: Build, device: str, lists: PageLists, max_blocks: int) -> None:
@@ -42,20 +43,26 @@ def check(build: Build, device: str, lists: PageLists, max_blocks: int) -> None:
         lists.pages_GBK.to(device), lists.counts_GB.to(device), lists.block_tokens, lists.num_pages
     )  # fmt: skip
     index = build(placed, max_blocks)
-    wanted = blocks_of_pages(lists)
+    wanted = visits_of_pages(lists)
     assert index.max_blocks == max_blocks
-    assert index.counts_K.tolist() == [len(blocks) for blocks in wanted]
-    rows = index.blocks_KB.tolist()
-    for row, blocks in zip(rows, wanted, strict=True):
-        assert row[: len(blocks)] == blocks
+    assert index.counts_K.tolist() == [len(visits) for visits in wanted]
+    rows = index.visits_KB.tolist()
+    for row, visits in zip(rows, wanted, strict=True):
+        assert row[: len(visits)] == visits
 
-    num_units = [-(-len(blocks) // max_blocks) for blocks in wanted]
+    num_units = [-(-len(visits) // max_blocks) for visits in wanted]
     cut = [key for key, number in enumerate(num_units) if number > 1]
     totals = index.totals_3.tolist()
     assert totals == [sum(num_units), sum(num_units[key] for key in cut), len(cut)]
     assert totals[0] <= len(index.units_U2) and totals[1] <= index.max_partials and totals[2] <= len(index.cut_pages_U)
     units = index.units_U2[: totals[0]].tolist()
-    assert units == [[key, number] for key, count in enumerate(num_units) for number in range(count)]
+    # By KV head, pages with much work first: in order of their counts, up to the width of a bin.
+    assert sorted(units) == [[key, number] for key, count in enumerate(num_units) for number in range(count)]
+    for (key, number), (after, next_number) in pairwise(units):
+        assert next_number == (number + 1 if after == key else 0)
+        group, next_group = key // lists.num_pages, after // lists.num_pages
+        work, next_work = (min(len(wanted[k]), max_blocks) for k in (key, after))
+        assert group < next_group or (group == next_group and work >= next_work - max_blocks // 31)
     assert index.cut_pages_U[: totals[2]].tolist() == cut
     ends = index.ends_3K.tolist()
     for key, count in enumerate(num_units):
@@ -64,7 +71,7 @@ def check(build: Build, device: str, lists: PageLists, max_blocks: int) -> None:
             count, count * (count > 1), int(count > 1),
         ]  # fmt: skip
 
-    # What the units stand for: together every list entry once, each page's blocks in order.
+    # What the units stand for: together every list entry once, each page's visits in order.
     walked: list[list[int]] = [[] for _ in wanted]
     for key, number in units:
         walked[key] += rows[key][: len(wanted[key])][number * max_blocks : (number + 1) * max_blocks]

@@ -196,20 +196,3 @@ def test_the_same_seeds_give_the_same_bits() -> None:
         cache.collect_gradients(0, plan.chunks[0], dk, dv)
         results.append(torch.stack([dk, dv]))
     assert_same_bits(results[0], results[1])
-
-
-def test_the_mover_hears_of_every_use() -> None:
-    calls: list[tuple[str, int, PageRange]] = []
-
-    class Recorder:
-        def written(self, layer: int, pages: PageRange) -> None:
-            calls.append(("written", layer, pages))
-
-        def fetch(self, layer: int, pages: PageRange) -> None:
-            calls.append(("fetch", layer, pages))
-
-    plan = schedule(40)
-    cache = PagedKVCache(shape(None), plan, CPU, Recorder())
-    cache.store(0, plan.chunks[0], *random_kv(plan.chunks[0]))
-    cache.load(0, PageRange(1, 3))
-    assert calls == [("written", 0, PageRange(0, 4)), ("fetch", 0, PageRange(1, 3))]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from oomb_accel.pages import PagedKVCache, PageShape
+from oomb_accel.pages import PagedKVCache, PageShape, WantedLater
 from oomb_accel.pages.shape import parts_of
 from oomb_accel.schedule import Chunk, ChunkSchedule, PageRange
 from tests.harness.tolerance import assert_same_bits
@@ -60,6 +61,15 @@ def filled(plan: ChunkSchedule, dtype: torch.dtype = torch.float32) -> tuple[Pag
         for layer in (DENSE, SPARSE):
             cache.store(layer, chunk, k[:, chunk.start : chunk.end], v[:, chunk.start : chunk.end])
     return cache, k, v
+
+
+def all_of(pages: PageRange) -> WantedLater:
+    """Every record of these pages."""
+    return lambda: np.ones((len(pages), HEADS), bool)
+
+
+def gradient_slots(cache: PagedKVCache, pages: PageRange) -> Tensor:
+    return cache.gradient_slots(SPARSE, pages, all_of(pages))
 
 
 def collected(cache: PagedKVCache, layer: int, chunk: Chunk) -> Tensor:
@@ -154,30 +164,11 @@ def test_several_ranges_come_side_by_side() -> None:
 
 def test_slots_say_where_values_lie() -> None:
     cache, k, v = filled(schedule(50))
-    slots = cache.value_slots(SPARSE, PageRange(2, 9))
+    slots = cache.value_slots(SPARSE, PageRange(2, 9), all_of(PageRange(2, 9)))
     assert slots.dtype == torch.int32 and slots.shape == (HEADS, 7) and slots.is_contiguous()
     records = cache.value_pool[slots.long()]
     assert_same_bits(records[:, :, 0].flatten(1, 2), k[:, 8:36])
     assert_same_bits(records[:, :, 1].flatten(1, 2), v[:, 8:36])
-
-
-def test_the_mover_hears_of_every_range_and_of_slots() -> None:
-    calls: list[tuple[str, int, PageRange]] = []
-
-    class Recorder:
-        def written(self, layer: int, pages: PageRange) -> None:
-            calls.append(("written", layer, pages))
-
-        def fetch(self, layer: int, pages: PageRange) -> None:
-            calls.append(("fetch", layer, pages))
-
-    plan = schedule(50)
-    cache = PagedKVCache(shape(), plan, CPU, Recorder())
-    cache.store(SPARSE, plan.chunks[0], *random_kv(16))
-    cache.load(SPARSE, PageRange(0, 1), PageRange(2, 4))
-    cache.value_slots(SPARSE, PageRange(1, 2))
-    fetched = [("fetch", SPARSE, PageRange(*ends)) for ends in ((0, 1), (2, 4), (1, 2))]
-    assert calls == [("written", SPARSE, PageRange(0, 4)), *fetched]
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -186,7 +177,7 @@ def test_a_new_gradient_slot_holds_zero_and_a_used_one_keeps_its_gradient(grad_d
     cache = PagedKVCache(shape(grad_dtype=grad_dtype), plan, CPU)
     cache.add_gradients(SPARSE, PageRange(2, 3), *torch.full((2, HEADS, PAGE, DIM), 2.0).unbind(0), seed=0)
     for _ in range(2):  # asked again, nothing is lost
-        slots = cache.gradient_slots(SPARSE, PageRange(1, 4))
+        slots = gradient_slots(cache, PageRange(1, 4))
         assert slots.dtype == torch.int32 and slots.shape == (HEADS, 3)
         per_page = cache.gradient_pool[slots.long()].float()
         assert_same_bits(per_page, torch.tensor([0.0, 2.0, 0.0])[None, :, None, None, None].expand_as(per_page))
@@ -202,7 +193,7 @@ def test_gradient_slots_return_after_release() -> None:
     for _ in range(3):
         for chunk in plan.chunks[:3]:
             pages = PageRange(max(1, chunk.own_pages.first), chunk.own_pages.end)
-            cache.gradient_pool[cache.gradient_slots(SPARSE, pages).long()] += 1
+            cache.gradient_pool[gradient_slots(cache, pages).long()] += 1
             cache.add_gradients(SPARSE, chunk.own_pages, *random_kv(16), seed=0)
             cache.add_gradients(DENSE, chunk.own_pages, *random_kv(16), seed=0)
         for chunk in plan.chunks[:3]:
@@ -258,9 +249,9 @@ def test_sinks_in_the_middle_of_a_span_and_of_the_stream() -> None:
     second = collected(cache, SPARSE, plan.chunks[1])
     assert second[:, :, :PAGE].eq(third).all() and not second[:, :, PAGE:].eq(third).any()
     assert (second[:, :, PAGE:] - 1).abs().max() < 2**-6
-    assert cache.gradient_slots(SPARSE, PageRange(3, 6)).shape == (HEADS, 3)
+    assert gradient_slots(cache, PageRange(3, 6)).shape == (HEADS, 3)
     with pytest.raises(AssertionError, match="sinks"):
-        cache.gradient_slots(SPARSE, PageRange(2, 6))
+        gradient_slots(cache, PageRange(2, 6))
 
 
 def test_sinks_need_no_second_pool_where_gradients_are_fp32() -> None:

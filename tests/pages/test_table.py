@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,43 +32,44 @@ def test_free_passes_over_pages_without_a_slot() -> None:
 
 def test_a_page_is_allocated_once_and_only_where_there_is_room() -> None:
     table = PageTable(1, 2, 4, 4)
-    assert table.can_allocate(PageRange(0, 2)) and not table.can_allocate(PageRange(0, 3))
     table.allocate(0, PageRange(0, 1))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="allocated once"):
         table.allocate(0, PageRange(0, 1))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="sized"):
         table.allocate(0, PageRange(1, 4))
+    assert table.num_free == 2, "what fails takes nothing"
 
 
-def test_runs() -> None:
-    table = PageTable(1, 2, 8, 16)
-    table.allocate(0, PageRange(2, 4))
-    table.allocate(0, PageRange(6, 7))
-    assert table.runs(0, PageRange(0, 8)) == [
-        (PageRange(0, 2), False),
-        (PageRange(2, 4), True),
-        (PageRange(4, 6), False),
-        (PageRange(6, 7), True),
-        (PageRange(7, 8), False),
-    ]
-    assert table.runs(0, PageRange(2, 4)) == [(PageRange(2, 4), True)]
-    assert table.runs(0, PageRange(3, 3)) == []
+def test_single_heads_of_pages() -> None:
+    table = PageTable(1, 2, 4, 8)
+    table.allocate(0, PageRange(1, 3), np.array([[True, False], [False, True]]))
+    assert table.slots(0, PageRange(0, 4)).tolist() == [[-1, -1], [0, -1], [-1, 1], [-1, -1]]
+    with pytest.raises(AssertionError, match="allocated once"):
+        table.allocate(0, PageRange(0, 2))
+    table.allocate(0, PageRange(1, 3), np.array([[False, True], [True, False]]))
+    assert table.slots(0, PageRange(1, 3)).tolist() == [[0, 2], [3, 1]]
+    assert table.num_free == 4
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6), st.booleans()), max_size=60))
-def test_no_slot_is_held_twice(steps: list[tuple[int, int, bool]]) -> None:
+HELD = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6), st.integers(1, 3), st.booleans()), max_size=60)
+"""Layer, page, heads (a bit each), and whether to take or to free."""
+
+
+@given(HELD)
+def test_no_slot_is_held_twice(steps: list[tuple[int, int, int, bool]]) -> None:
     table = PageTable(num_layers=3, num_heads=2, num_pages=7, num_slots=20)
-    held: dict[tuple[int, int], tuple[int, ...]] = {}
-    for layer, page, take in steps:
+    held: dict[tuple[int, int, int], int] = {}
+    for layer, page, heads, take in steps:
         pages = PageRange(page, page + 1)
-        if take and (layer, page) not in held and table.can_allocate(pages):
-            table.allocate(layer, pages)
-            held[layer, page] = tuple(table.slots(layer, pages)[0].tolist())
+        new = [head for head in range(2) if heads >> head & 1 and (layer, page, head) not in held]
+        if take and len(new) <= table.num_free:
+            table.allocate(layer, pages, np.array([[head in new for head in range(2)]]))
+            held |= {(layer, page, head): int(table.slots(layer, pages)[0, head]) for head in new}
         elif not take:
             table.free(layer, pages)
-            held.pop((layer, page), None)
-        slots = [slot for pair in held.values() for slot in pair]
-        assert len(set(slots)) == len(slots) and all(0 <= slot < 20 for slot in slots)
-        assert table.num_free == 20 - len(slots)
-        for (at_layer, at_page), pair in held.items():
-            assert tuple(table.slots(at_layer, PageRange(at_page, at_page + 1))[0].tolist()) == pair
+            held = {key: slot for key, slot in held.items() if key[:2] != (layer, page)}
+        assert len(set(held.values())) == len(held) and all(0 <= slot < 20 for slot in held.values())
+        assert table.num_free == 20 - len(held)
+        for at_layer in range(3):
+            for at_page, slots in enumerate(table.slots(at_layer, PageRange(0, 7)).tolist()):
+                assert slots == [held.get((at_layer, at_page, head), NO_SLOT) for head in range(2)]

@@ -185,7 +185,7 @@ def test_a_save_that_fails_leaves_no_half_folder(
     with pytest.raises(RuntimeError, match="no space"):
         train(recipe_of(settings, write_recipe, save_steps=1))
     left = {item.name for item in Path(settings["output_dir"]).iterdir()}
-    assert left == {"metrics.jsonl", "resolved_recipe.yaml"}
+    assert left == {"metrics.jsonl", "memory.jsonl", "resolved_recipe.yaml"}
 
 
 def test_a_document_beyond_the_range_is_refused_before_the_first_step(

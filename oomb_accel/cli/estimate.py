@@ -1,0 +1,190 @@
+"""``oomb estimate MODEL --length 1M``: memory, time and cost of a training step, before there is a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from oomb_accel.cli.estimate_tables import estimate_report
+from oomb_accel.config import unknown_key_message
+from oomb_accel.plan import GPUS, Job, best_chunk_tokens, estimate, gpu_named, largest_tokens, read_shape, suggestions
+from oomb_accel.plan.gpus import other_gpu
+from oomb_accel.plan.sizes import GIB
+
+_SWITCH: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the estimate of one step.
+
+    Returns: 0 when it fits, 1 when not.
+
+    Raises:
+        ValueError: an unknown model, GPU or option, or a value that is not allowed.
+    """
+    parser = _parser()
+    options = parser.parse_args(_normalised(arguments, parser))
+    job = _job(options)
+    if options.chunk_tokens == "auto":
+        job = replace(job, chunk_tokens=best_chunk_tokens(job))
+    found = estimate(job)
+    changes = [] if found.fits else suggestions(job)
+    longest = largest_tokens(job)
+    if options.json:
+        report: dict[str, Any] = found.as_dict() | {"largest_tokens": longest}
+        if options.price is not None:
+            report["cost_per_million_tokens"] = found.cost_per_million_tokens(options.price)
+        report["suggestions"] = [{"change": s.change} | s.estimate.as_dict() for s in changes]
+        print(json.dumps(report, indent=2))
+    else:
+        print(estimate_report(found, longest, changes, options.price))
+    return 0 if found.fits else 1
+
+
+def token_count(text: str) -> int:
+    """``131072``, ``131,072``, ``128K`` or ``1.5M`` as a number; K and M are 1,024 and 1,048,576.
+
+    Raises:
+        ValueError: something else, or less than two.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KM]?)", text.strip().upper().replace(",", "").replace("_", ""))
+    count = round(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if count < 2:
+        raise ValueError(
+            f"{text!r} is no number of tokens.\n  A document has at least two tokens.\n"
+            "  Write 131072, 128K or 1M (K is 1,024, M is 1,048,576)."
+        )
+    return count
+
+
+def _normalised(arguments: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The words with options in one spelling (``--host-gib`` is ``--host_gib``).
+
+    Raises:
+        ValueError: an option that there is not, with the nearest one.
+    """
+    known = [name for action in parser._actions for name in action.option_strings]
+    words = []
+    for word in arguments:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            name = "--" + name[2:].replace("-", "_")
+            if name not in known:
+                raise ValueError(unknown_key_message(name, known, "the command line").replace("key", "option", 1))
+            word = name + equals + value
+        words.append(word)
+    return words
+
+
+def _job(options: argparse.Namespace) -> Job:
+    model = read_shape(options.model)
+    gpu = gpu_named(options.gpu)
+    if options.gpu_gib is not None or options.tflops is not None:
+        gpu = other_gpu(options.gpu_gib or gpu.memory_bytes / GIB, options.tflops, gpu)
+    chunk_tokens = 8192 if options.chunk_tokens == "auto" else token_count(options.chunk_tokens)
+    _check_range(options, chunk_tokens)
+    lora_r = 0 if options.full else options.lora_r
+    dtype = options.torch_dtype
+    if dtype is None:
+        # As oomb train: all weights are trained in fp32, and DeepSpeed keeps its own fp32 copy of bf16 weights.
+        dtype = "bfloat16" if lora_r or options.zero else "float32"
+    return Job(
+        model=model,
+        tokens=token_count(options.length),
+        lora_r=lora_r,
+        weights_dtype=dtype,
+        attention=options.attention,
+        top_k=options.top_k,
+        page_budget=options.page_budget,
+        distinct=options.distinct,
+        chunk_tokens=chunk_tokens,
+        page_tokens=options.page_tokens,
+        page_dtype=options.page_dtype,
+        page_grad_dtype=options.page_grad_dtype,
+        keep_outputs=_SWITCH[options.keep_outputs],
+        offload=_SWITCH[options.offload],
+        device_pages_bytes=None if options.device_pages_gib is None else int(options.device_pages_gib * GIB),
+        gpu=gpu,
+        num_gpus=options.gpus,
+        zero_stage=options.zero or None,
+        zero_offload=options.optimizer_offload,
+        host_bytes=int(options.host_gib * GIB),
+    )
+
+
+def _check_range(options: argparse.Namespace, chunk_tokens: int) -> None:
+    if chunk_tokens < options.page_tokens:
+        raise ValueError(
+            "A chunk must hold at least one page.\n"
+            f"  Got --chunk_tokens {chunk_tokens} with --page_tokens {options.page_tokens}.\n"
+            f"  Use --chunk_tokens {options.page_tokens} or more."
+        )
+    if options.optimizer_offload and not options.zero:
+        raise ValueError(
+            "The optimizer goes to the host under DeepSpeed only.\n"
+            f"  Got --optimizer_offload with --zero {options.zero}.\n  Use --zero 2 --optimizer_offload."
+        )
+    least = {"top_k": 1, "page_tokens": 1, "gpus": 1, "lora_r": 0, "host_gib": 0.0, "distinct": 0.0}
+    for name, smallest in least.items():
+        value = getattr(options, name)
+        if value is not None and value < smallest:
+            raise ValueError(f"--{name} is too small.\n  Got {value}.\n  Use {smallest} or more.")
+    if options.distinct is not None and options.distinct > 1:
+        raise ValueError(f"--distinct is a share.\n  Got {options.distinct}.\n  Use 0.25, for example.")
+    if options.page_budget is not None and options.page_budget < options.top_k:
+        raise ValueError(
+            "The pages that one block selects must fit the budget of its chunk.\n"
+            f"  Got --page_budget {options.page_budget} with --top_k {options.top_k}.\n"
+            f"  Use --page_budget {options.top_k} or more."
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="oomb estimate",
+        allow_abbrev=False,
+        description="Memory on GPU and host, traffic between them, time and cost of one training step, the longest "
+        "document that fits, and which setting to change when one does not. Needs neither GPU nor weights. Exit code 1 "
+        "when the step does not fit.",
+    )
+    parser.add_argument("model", help="a config.json, a model's folder, a hub id, or a name such as qwen2.5-7b")
+    parser.add_argument("--length", default="128K", help="tokens of the document, such as 131072, 128K or 1M")
+    training = parser.add_argument_group("training")
+    training.add_argument("--lora_r", type=int, default=16, help="rank of adapters on all linear layers; default 16")
+    training.add_argument("--full", action="store_true", help="train all weights; the same as --lora_r 0")
+    training.add_argument(
+        "--torch_dtype", choices=["bfloat16", "float32"], help="of the weights; as oomb train if left out"
+    )
+    training.add_argument("--zero", type=int, default=0, choices=[0, 1, 2, 3], help="ZeRO stage; 0 is no DeepSpeed")
+    training.add_argument("--optimizer_offload", action="store_true", help="optimizer states in host memory")
+    settings = parser.add_argument_group("settings of oomb_accel", "as in OombConfig")
+    settings.add_argument("--attention", choices=["dense", "sparse"], default="dense")
+    settings.add_argument("--top_k", type=int, default=64)
+    settings.add_argument("--page_budget", type=int)
+    settings.add_argument("--chunk_tokens", default="8192", help='default 8192; "auto" takes the best that fits')
+    settings.add_argument("--page_tokens", type=int, default=128)
+    settings.add_argument("--page_dtype", choices=["model", "float8"], default="model")
+    settings.add_argument("--page_grad_dtype", choices=["float32", "bfloat16"], default="float32")
+    settings.add_argument("--keep_outputs", choices=list(_SWITCH), default="auto")
+    settings.add_argument("--offload", choices=list(_SWITCH), default="auto")
+    settings.add_argument("--device_pages_gib", type=float, help="most GPU memory for pages; what is free if left out")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--gpu", default="h200", help=f"one of {', '.join(GPUS)}; default h200")
+    machine.add_argument("--gpus", type=int, default=1, help="of one host, each with a document of its own")
+    machine.add_argument("--gpu_gib", type=float, help="memory of a GPU that is not in the list")
+    machine.add_argument("--tflops", type=float, help="its peak of bf16 matrix products")
+    machine.add_argument("--host_gib", type=float, default=128, help="memory of the host, for all GPUs; default 128")
+    machine.add_argument("--price", type=float, help="of one GPU for an hour, for the cost")
+    machine.add_argument(
+        "--distinct",
+        type=float,
+        help="distinct pages that a chunk's lists name, as a share of the most they could. "
+        "If left out, what lists at random come to: more than on real text",
+    )
+    parser.add_argument("--json", action="store_true", help="everything as JSON; bytes and seconds")
+    return parser

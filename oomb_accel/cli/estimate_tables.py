@@ -1,0 +1,98 @@
+"""The report of ``oomb estimate`` as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from oomb_accel.plan import Estimate, Job, Suggestion
+from oomb_accel.plan.sizes import GIB
+
+_WIDTH = 34
+
+
+def estimate_report(found: Estimate, longest: int, changes: Sequence[Suggestion], price: float | None) -> str:
+    """Memory, traffic, time, cost, and what to change.
+
+    Args:
+        longest: tokens of the longest document that fits.
+        changes: single changes that make the job fit.
+        price: of one GPU for an hour.
+    """
+    job, memory, time = found.job, found.memory, found.time
+    available = job.gpu.memory_bytes
+    lines = [
+        *_head(job),
+        "",
+        f"GPU memory, GiB of {available / GIB:,.1f}",
+        *_table(memory.device, GIB),
+        _row("all", memory.device_bytes / GIB),
+        _row("of that torch counts", memory.peak_bytes / GIB),
+        "",
+        f"Host memory of {'the' if job.num_gpus == 1 else 'each'} process, GiB",
+        *_table({f"{name}, pinned": size for name, size in memory.pinned.items()} | memory.pageable, GIB),
+        _row("all", memory.host_bytes / GIB),
+        "",
+        "Time of a step, s",
+        *_table(time.parts, 1),
+        _row("all", time.seconds),
+        _row("tokens per second and GPU", found.tokens_per_second),
+        _row("over PCIe, GB to the GPU", time.up_bytes / 1e9),
+        _row("over PCIe, GB to the host", time.down_bytes / 1e9),
+    ]
+    if price is not None:
+        lines.append(f"  {'cost of a million tokens':<{_WIDTH}}{found.cost_per_million_tokens(price):>11,.3f}")
+    lines += ["", *_verdict(found, longest, changes), "", *_notes(found)]
+    return "\n".join(lines)
+
+
+def _head(job: Job) -> list[str]:
+    model = job.model
+    trained = f"LoRA r={job.lora_r}" if job.lora_r else "all weights"
+    attention = f"sparse attention (top_k {job.top_k})" if job.attention == "sparse" else "dense attention"
+    zero = f", ZeRO {job.zero_stage}" if job.zero_stage else ""
+    return [
+        f"{model.name}: {model.num_parameters / 1e9:,.2f}B parameters, {trained} ({job.trainable / 1e6:,.1f}M trained)",
+        f"{job.tokens:,} tokens, {attention}, chunks of {job.chunk_tokens:,}; "
+        f"pages {job.page_dtype if job.page_dtype != 'model' else 'bfloat16'}, their gradients {job.page_grad_dtype}",
+        f"{job.num_gpus} x {job.gpu.name}{zero}, {job.host_bytes / GIB:,.0f} GiB of host memory",
+    ]
+
+
+def _table(parts: Mapping[str, float], unit: float) -> list[str]:
+    """The parts that are more than nothing."""
+    return [_row(name, size / unit) for name, size in parts.items() if size / unit >= 0.005]
+
+
+def _row(name: str, value: float) -> str:
+    digits = 0 if value >= 10_000 else 2 if value < 100 else 1
+    return f"  {name:<{_WIDTH}}{value:>11,.{digits}f}"
+
+
+def _verdict(found: Estimate, longest: int, changes: Sequence[Suggestion]) -> list[str]:
+    lines = ["It fits." if found.fits else f"It does not fit. {found.refusal}"]
+    if changes:
+        lines += ["", "Any line of these makes it fit:"]
+        lines += [
+            f"  {s.change:<{_WIDTH}} {s.estimate.memory.device_bytes / GIB:>7,.1f} GiB on the GPU, "
+            f"{s.estimate.memory.host_bytes / GIB:,.1f} GiB on the host, {s.estimate.time.seconds:,.1f} s a step"
+            for s in changes
+        ]
+    elif not found.fits:
+        lines.append("No change of these settings makes it fit.")
+    what = f"The longest document that fits with these settings: {longest:,} tokens."
+    return [*lines, what if longest else "With these settings no document fits, however short."]
+
+
+def _notes(found: Estimate) -> list[str]:
+    job = found.job
+    notes = [
+        f"Rates are scaled from an H200's to the peaks of this GPU ({job.gpu.name}): not measured on it."
+        if found.is_scaled
+        else "Rates were measured on H200s (docs/benchmarks.md), with Liger's kernels."
+    ]
+    if job.attention == "sparse" and job.distinct is None and found.memory.plan.offloads:
+        notes.append("Traffic is that of page lists at random; on real text it is less (--distinct).")
+    trained = job.model.trained_tokens
+    if trained is not None and job.tokens > trained:
+        notes.append(f"The positions of this model are made for {trained:,} tokens: set rope_parameters for more.")
+    return notes

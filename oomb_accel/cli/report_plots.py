@@ -1,0 +1,232 @@
+"""The plots of ``oomb report``: loss and speed over the steps; memory and page traffic over the time of one step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from oomb_accel.cli.report_data import RunData
+from oomb_accel.memory_report import DEVICE_TIERS, Line
+from oomb_accel.progress import GIB
+
+FEW_SAMPLES = 4
+"""A step of no more samples is no time line: then the whole run is drawn."""
+SMOOTHED_FROM = 40
+"""Steps from which a mean is drawn over the single ones."""
+_COLORS = {
+    "weights": "#8a9099",
+    "trained": "#5c6470",
+    "optimizer": "#a58fc4",
+    "gradients": "#7a58a6",
+    "mean_keys": "#9ed0c8",
+    "pages": "#2f6db3",
+    "page_gradients": "#d9822b",
+    "kept_outputs": "#3d9a5c",
+    "activations": "#e3c567",
+}
+_BLUE, _RED, _DARK = "#2f6db3", "#b33a3a", "#30343a"
+_SWEEPS = {"forward": "#ffffff", "backward": "#f0f2f5", "evaluation": "#fbf7ea", "update": "#e4e7ec"}
+
+
+def draw_all(run: RunData, folder: Path, step: int | None) -> list[Path]:
+    """Draw what there are figures for.
+
+    Args:
+        step: whose memory is drawn; None takes the one with most memory on the device.
+
+    Returns: the files.
+
+    Raises:
+        ValueError: there are no samples of that step.
+    """
+    figures = {}
+    if run.memory:
+        figures["memory"] = _memory(run, step)
+    if run.metrics:
+        figures["training"] = _training(run)
+    paths = []
+    for name, figure in figures.items():
+        paths.append(folder / f"report_{name}.png")
+        figure.savefig(paths[-1], dpi=120, bbox_inches="tight")
+    return paths
+
+
+def _training(run: RunData) -> Figure:
+    figure = Figure(figsize=(10, 4))
+    left, right = figure.subplots(1, 2)
+    steps = [row["step"] for row in run.metrics]
+    for axes, key, title, color in (
+        (left, "loss", "loss per target", _BLUE),
+        (right, "tokens_per_second", "tokens per second", _RED),
+    ):
+        values = [row[key] for row in run.metrics]
+        smooth = len(values) >= SMOOTHED_FROM
+        marker = "o" if len(values) < SMOOTHED_FROM else None
+        axes.plot(steps, values, color=color, marker=marker, markersize=3.5, lw=1.2, alpha=0.35 if smooth else 1.0)
+        if smooth:
+            width = len(values) // 20
+            axes.plot(steps, _running_mean(values, width), color=color, lw=2, label=f"mean of {2 * width + 1} steps")
+            axes.legend(frameon=False, fontsize=9)
+        _dress(axes, title)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    right.set_ylim(0, 1.08 * max(row["tokens_per_second"] for row in run.metrics))
+    right.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    figure.tight_layout(w_pad=3)
+    return figure
+
+
+def _memory(run: RunData, step: int | None) -> Figure:
+    lines, start, title = _chosen(run, step)
+    ends = [line["seconds"] - start for line in lines]
+    moves = any(any(line["copied"].values()) for line in lines)
+    heights = [3.2, 1.6, 1.4][: 3 if moves else 2]
+    figure = Figure(figsize=(10, 1.5 + sum(heights)))
+    panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    _device(panels[0], ends, lines)
+    panels[0].set_title(title, loc="left", fontsize=11, fontweight="bold", pad=20)
+    _host(panels[1], ends, lines)
+    if moves:
+        _traffic(panels[2], ends, lines, _copied_before(run, lines[0]))
+    for axes in panels:
+        _mark_sweeps(axes, ends, lines, named=axes is panels[0])
+        axes.set_xlim(0, max(ends[-1], 1e-3))
+    panels[-1].set_xlabel("seconds, when the host queued the work")
+    figure.tight_layout(h_pad=1.2)
+    return figure
+
+
+def _chosen(run: RunData, step: int | None) -> tuple[list[Line], float, str]:
+    """The samples to be drawn, when their first one began, and what they are."""
+    steps = sorted({line["step"] for line in run.memory})
+    if step is not None and step not in steps:
+        raise ValueError(
+            f"There are no samples of memory of step {step}.\n  Found steps {steps[0]} to {steps[-1]}.\n"
+            f"  Use --step {min(steps, key=lambda known: abs(known - step))}."
+        )
+    wanted = max(run.memory, key=_device_bytes)["step"] if step is None else step
+    first = next(index for index, line in enumerate(run.memory) if line["step"] == wanted)
+    lines = [line for line in run.memory if line["step"] == wanted]
+    title = f"Memory in step {wanted}, {max(line['total_tokens'] for line in lines):,} tokens"
+    if len(lines) <= FEW_SAMPLES and step is None:
+        lines, first, title = _last_part(run.memory), 0, "Memory of the run"
+    before = run.memory[first - 1]["seconds"] if first else 0.0
+    return lines, min(before, lines[0]["seconds"]), title
+
+
+def _last_part(lines: list[Line]) -> list[Line]:
+    """Samples since the run was last started: clocks begin anew."""
+    starts = [index for index, (a, b) in enumerate(itertools.pairwise(lines), 1) if b["seconds"] < a["seconds"]]
+    return lines[starts[-1] if starts else 0 :]
+
+
+def _device(axes: Axes, ends: Sequence[float], lines: Sequence[Line]) -> None:
+    """Tiers stacked; where torch counts, up to the peak within each chunk."""
+    unit, name = _unit(max(_device_bytes(line) for line in lines))
+    tiers = [tier for tier in DEVICE_TIERS if any(tier in line["device"] for line in lines)]
+    bottom = [0.0] * (len(lines) + 1)
+    times = [0.0, *ends]
+    for tier in tiers:
+        sizes = [line["device"].get(tier, 0) / unit for line in lines]
+        top = [low + size for low, size in zip(bottom, [sizes[0], *sizes], strict=True)]
+        label = f"{DEVICE_TIERS[tier]}, {max(sizes):.3g}"
+        axes.fill_between(times, bottom, top, step="pre", color=_COLORS[tier], lw=0, label=label)
+        bottom = top
+    if any("reserved" in line for line in lines):
+        reserved = [line["reserved"] / unit for line in lines]
+        axes.step(times, [reserved[0], *reserved], color=_DARK, lw=1, ls=":", label=f"reserved, {max(reserved):.3g}")
+    _dress(axes, f"device, {name}")
+    axes.set_ylim(bottom=0)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(
+        handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False, fontsize=9,
+        title="largest", title_fontsize=9, alignment="left",
+    )  # fmt: skip
+
+
+def _host(axes: Axes, ends: Sequence[float], lines: Sequence[Line]) -> None:
+    unit, name = _unit(max(line["host"]["process"] for line in lines))
+    for key, label, color, dashes in (
+        ("process", "whole process", _DARK, "-"),
+        ("page_memory", "for pages", _BLUE, "--"),
+        ("page_memory_used", "for pages, in use", _BLUE, "-"),
+    ):
+        sizes = [line["host"][key] / unit for line in lines]
+        if any(sizes):
+            axes.step(
+                [0.0, *ends], [sizes[0], *sizes], lw=1.5, color=color, ls=dashes, label=f"{label}, {max(sizes):.3g}"
+            )
+    _dress(axes, f"host, {name}")
+    axes.set_ylim(bottom=0)
+    _legend(axes)
+
+
+def _traffic(axes: Axes, ends: Sequence[float], lines: Sequence[Line], before: dict[str, int]) -> None:
+    """What was copied since the first sample, as a sum."""
+    unit, name = _unit(max(line["copied"][way] - before[way] for line in lines for way in before))
+    for way, label, color in (("up", "host to device", _BLUE), ("down", "device to host", _RED)):
+        sums = [(line["copied"][way] - before[way]) / unit for line in lines]
+        axes.plot([0.0, *ends], [0.0, *sums], color=color, lw=1.5, label=f"{label}, {sums[-1]:.3g}")
+    _dress(axes, f"copied, {name}")
+    axes.set_ylim(bottom=0)
+    _legend(axes)
+
+
+def _copied_before(run: RunData, first: Line) -> dict[str, int]:
+    index = run.memory.index(first)
+    before = run.memory[index - 1]["copied"] if index else {"up": 0, "down": 0}
+    is_new = any(first["copied"][way] < before[way] for way in before)  # the run was started again
+    return {"up": 0, "down": 0} if is_new else before
+
+
+def _mark_sweeps(axes: Axes, ends: Sequence[float], lines: Sequence[Line], *, named: bool) -> None:
+    """Shade the sweeps, and name those that are wide enough."""
+    for sweep, start, end in _sweeps(ends, lines):
+        axes.axvspan(start, end, color=_SWEEPS[sweep], lw=0, zorder=0)
+        if start > 0:
+            axes.axvline(start, color=_DARK, lw=0.7, alpha=0.5)
+        if named and end - start > 0.08 * ends[-1]:
+            axes.annotate(
+                sweep, ((start + end) / 2, 1.0), (0, 4), xycoords=("data", "axes fraction"),
+                textcoords="offset points", ha="center", fontsize=9.5, color=_DARK,
+            )  # fmt: skip
+
+
+def _sweeps(ends: Sequence[float], lines: Sequence[Line]) -> Iterator[tuple[str, float, float]]:
+    start = 0.0
+    pairs = zip(ends, lines, strict=True)
+    for sweep, group in itertools.groupby(pairs, key=lambda pair: str(pair[1]["sweep"])):
+        end = list(group)[-1][0]
+        yield sweep, start, end
+        start = end
+
+
+def _device_bytes(line: Line) -> int:
+    return int(line.get("peak", sum(line["device"].values())))
+
+
+def _unit(most: int) -> tuple[int, str]:
+    return (GIB, "GiB") if most >= GIB // 10 else (1 << 20, "MiB")
+
+
+def _running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Mean over so many neighbours on each side, fewer at the ends."""
+    sums = [0.0, *itertools.accumulate(values)]
+    spans = [(max(0, i - width), min(len(values), i + width + 1)) for i in range(len(values))]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in spans]
+
+
+def _dress(axes: Axes, label: str) -> None:
+    axes.set_ylabel(label)
+    axes.grid(axis="y", alpha=0.3)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.05), frameon=False, fontsize=9)

@@ -1,0 +1,287 @@
+"""TieredPages, one rule at a time: what waits for what, what leaves first, and what happens where memory ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from oomb_accel.host import HostMemoryError, HostStore
+from oomb_accel.pages import DeviceRoom, PageShape, TieredPages, Wanted
+from oomb_accel.pages.table import NO_SLOT
+from oomb_accel.schedule import PageRange
+from tests.harness.late import LateMover
+from tests.harness.slabs import plain_store
+
+LAYERS, PAGES = 2, 8
+SHAPE = PageShape(LAYERS, num_kv_heads=1, head_dim=1, page_tokens=1, grad_dtype=torch.float32, windows=(None,) * 2)
+RECORD_BYTES = SHAPE.slot_bytes(torch.float32)
+ALL = np.ones((1, 1), bool)
+
+
+class Bench:
+    """Records of two layers with one head, whose streams do nothing before they must."""
+
+    def __init__(
+        self, quotas: tuple[int, int], reserve: int, *, store: HostStore | None = None, worth: list[float] | None = None
+    ) -> None:
+        self.mover = LateMover(seed=0, haste=0.0)
+        self.store = store or plain_store(RECORD_BYTES)
+        worths = np.array(worth or range(PAGES, 0, -1), np.float32)[:, None]
+        self.records = TieredPages(
+            SHAPE,
+            PAGES,
+            DeviceRoom(quotas, reserve),
+            torch.float32,
+            torch.device("cpu"),
+            self.store,
+            self.mover,
+            lambda layer: worths,
+        )
+
+    def write(self, layer: int, page: int, value: float) -> None:
+        """Have the computing stream fill a record, which is added where there is none."""
+        pages = PageRange(page, page + 1)
+        if not self.records.exists(layer, pages).any():
+            self.records.add(layer, pages)
+        slot = int(self.records.use(layer, pages, write=True))
+        self.mover.compute(lambda: self.records.pool.storage[slot].fill_(value))
+
+    def read(self, layer: int, page: int) -> list[float]:
+        """What the computing stream will find; a list that it fills."""
+        slot, found = int(self.records.use(layer, PageRange(page, page + 1))), list[float]()
+        self.mover.compute(lambda: found.append(self.records.pool.storage[slot].flatten()[0].item()))
+        return found
+
+    def away(self, *pages: int) -> None:
+        """Records of layer 0 that end up on the host, filled with their numbers."""
+        for page in pages:
+            self.write(0, page, float(page))
+            self.records.settle(0)
+        self.mover.synchronize()
+        assert not self.on_device(0)
+
+    def on_device(self, layer: int) -> list[int]:
+        return np.flatnonzero(self.records._slots[layer, :, 0] != NO_SLOT).tolist()  # type: ignore[no-any-return]
+
+
+def test_a_new_record_waits_until_its_slot_was_saved() -> None:
+    bench = Bench((0, 0), 1)
+    bench.write(0, 0, 7)
+    bench.records.settle(0)
+    bench.write(1, 0, 8)
+    bench.records.settle(1)
+    found = bench.read(0, 0)
+    bench.mover.synchronize()
+    assert found == [7]
+
+
+def test_an_upload_waits_until_a_freed_record_was_read() -> None:
+    bench = Bench((0, 0), 2)
+    bench.away(1, 2, 3)
+    found = bench.read(0, 1)
+    bench.records.free(0, PageRange(1, 2))
+    others = [bench.read(0, page) for page in (2, 3)]
+    bench.mover.hurry()
+    bench.mover.synchronize()
+    assert found == [1] and others == [[2], [3]]
+
+
+def test_an_upload_waits_until_a_record_that_left_was_read() -> None:
+    bench = Bench((0, 0), 2)
+    bench.away(1, 2, 3)
+    found = bench.read(0, 1)
+    bench.records.settle(0)
+    others = [bench.read(0, page) for page in (2, 3)]
+    bench.mover.hurry()
+    bench.mover.synchronize()
+    assert found == [1] and others == [[2], [3]]
+
+
+def test_an_upload_waits_until_what_it_brings_was_saved() -> None:
+    bench = Bench((0, 0), 2)
+    bench.write(0, 1, 7)
+    bench.records.settle(0)
+    assert bench.records.expect(0, PageRange(1, 2))
+    bench.mover.hurry()
+    found = bench.read(0, 1)
+    bench.mover.synchronize()
+    assert found == [7]
+
+
+@pytest.mark.parametrize("then", ["evicted", "freed"])
+def test_an_upload_that_nobody_waited_for_does_not_hit_the_next_owner(then: str) -> None:
+    bench = Bench((0, 0), 2)
+    bench.away(1)
+    assert bench.records.expect(0, PageRange(1, 2))
+    if then == "freed":
+        bench.records.free(0, PageRange(1, 2))
+    for page in range(2):  # takes both slots
+        bench.write(1, page, 5)
+    assert bench.on_device(0) == [] and bench.on_device(1) == [0, 1]
+    bench.mover.synchronize()  # the uploads come last
+    found = [bench.read(1, page) for page in range(2)]
+    bench.mover.synchronize()
+    assert found == [[5], [5]]
+
+
+def test_the_host_slot_of_a_freed_record_is_not_filled_under_an_upload() -> None:
+    bench = Bench((0, 0), 2)
+    bench.away(1)
+    bench.records.expect(0, PageRange(1, 2))
+    bench.records.free(0, PageRange(1, 2))
+    assert bench.store.num_records == 0 and not bench.mover._up, "the upload was waited for"
+
+
+def test_what_is_expected_stays_until_it_is_used_and_then_leaves() -> None:
+    bench = Bench((0, 0), 3)
+    bench.away(1, 2)
+    assert bench.records.expect(0, PageRange(1, 3))
+    bench.records.settle(0)
+    assert bench.on_device(0) == [1, 2]
+    bench.records.use(0, PageRange(1, 2))
+    bench.records.settle(0)
+    assert bench.on_device(0) == [2]
+    bench.records.use(0, PageRange(2, 3), wanted=lambda: ALL)
+    bench.records.settle(0)
+    assert bench.on_device(0) == []
+
+
+def test_what_others_expect_goes_back_where_slots_are_needed() -> None:
+    bench = Bench((0, 0), 3)
+    bench.away(1, 2)
+    bench.write(1, 0, 5)
+    bench.records.settle(1)
+    assert bench.records.expect(0, PageRange(1, 3))
+    for page in range(1, 4):
+        bench.write(1, page, page + 10)
+    assert bench.on_device(0) == [] and bench.on_device(1) == [1, 2, 3]
+    bench.records.settle(1)
+    found = [bench.read(0, 1), bench.read(0, 2), bench.read(1, 0), bench.read(1, 3)]
+    bench.mover.synchronize()
+    assert found == [[1], [2], [5], [13]]
+
+
+def test_room_for_the_largest_use_so_far_is_left() -> None:
+    bench = Bench((0, 0), 3)
+    bench.away(1, 2, 3)
+    bench.records.use(0, PageRange(1, 3))
+    bench.records.settle(0)
+    assert bench.records.expect(0, PageRange(1, 2))
+    assert not bench.records.expect(0, PageRange(2, 3)), "two slots are needed at once"
+    assert bench.on_device(0) == [1]
+    assert bench.records.expect(0, PageRange(1, 2)), "what is there costs nothing"
+
+
+def test_the_least_worth_leave() -> None:
+    bench = Bench((3, 0), 3, worth=[0, 5, 1, 4, 2, 3, 6, 7])
+    for page in range(6):
+        bench.write(0, page, page)
+    bench.records.settle(0)
+    assert bench.on_device(0) == [1, 3, 5]
+    assert [bench.read(0, page) for page in (3, 5)] and not bench.mover._up, "they are read where they are"
+
+
+def test_unchanged_records_are_copied_to_the_host_once() -> None:
+    bench = Bench((0, 0), 2)
+    bench.away(1, 2)
+    for _ in range(3):
+        for page in (1, 2):
+            bench.read(0, page)
+            bench.records.settle(0)
+    assert bench.mover.num_bytes == {"up": 6 * RECORD_BYTES, "down": 2 * RECORD_BYTES}
+    bench.write(0, 1, 9)
+    bench.records.settle(0)
+    assert bench.mover.num_bytes["down"] == 3 * RECORD_BYTES
+    assert bench.store.num_records == 2, "into the same place"
+
+
+def test_nobody_asks_what_is_wanted_where_nothing_is_away() -> None:
+    bench = Bench((2, 0), 2)
+    bench.write(0, 0, 3)
+    bench.records.settle(0)
+
+    def wanted() -> Wanted:
+        raise AssertionError("the host would wait for the device")
+
+    assert int(bench.records.use(0, PageRange(0, 1), wanted=wanted)) >= 0
+    with pytest.raises(AssertionError, match="would wait"):
+        bench.records.use(0, PageRange(0, 1), wanted=wanted, write=True)
+    for page in (1, 2):
+        bench.write(0, page, page)
+    bench.records.settle(0)
+    with pytest.raises(AssertionError, match="would wait"):
+        bench.records.use(0, PageRange(0, 1), wanted=wanted)
+
+
+def test_what_was_never_added_lies_nowhere() -> None:
+    bench = Bench((2, 0), 2)
+    bench.write(0, 1, 3)
+    slots: Tensor = bench.records.use(0, PageRange(0, 3))
+    assert slots.tolist() == [[NO_SLOT, bench.records._slots[0, 1, 0], NO_SLOT]]
+    assert slots.dtype == torch.int32 and slots.is_contiguous()
+
+
+def test_more_than_there_is_room_for_says_what_to_change() -> None:
+    bench = Bench((0, 0), 2)
+    with pytest.raises(RuntimeError) as caught:
+        bench.records.add(0, PageRange(0, 3))
+    assert "3 records" in str(caught.value) and "2 slots" in str(caught.value)
+    assert "device_pages_gib" in str(caught.value) and len(str(caught.value).splitlines()) == 3
+
+
+def nearly_full(most_slabs: int) -> Bench:
+    """Of layer 0 the device has 0 and 1, and the host 2 and 3; each slab has room for one record."""
+    bench = Bench((2, 0), 2, store=plain_store(RECORD_BYTES, records_per_slab=1, most_slabs=most_slabs))
+    for page in range(4):
+        bench.write(0, page, page)
+        bench.records.settle(0)
+    bench.mover.synchronize()
+    assert bench.on_device(0) == [0, 1] and bench.store.num_records == 2
+    bench.records._worth = lambda layer: np.arange(PAGES, dtype=np.float32)[:, None]  # from now on the last ones stay
+    return bench
+
+
+def test_where_host_memory_ends_what_the_device_has_as_well_is_dropped() -> None:
+    bench = nearly_full(most_slabs=3)
+    for page in (2, 3):
+        bench.read(0, page)
+        bench.records.settle(0)
+    assert bench.on_device(0) == [2, 3] and bench.store.num_records == 2, "0 and 1 took what 2 and 3 had"
+    bench.write(1, 0, 10)
+    bench.records.settle(1)
+    bench.mover.synchronize()
+    bench.write(1, 1, 11)
+    with pytest.raises(HostMemoryError):
+        bench.records.settle(1)
+    found = [bench.read(0, 2), bench.read(0, 3), bench.read(1, 0)]
+    bench.mover.synchronize()
+    assert found == [[2], [3], [10]]
+
+
+def test_what_was_dropped_is_written_again_when_it_leaves() -> None:
+    bench = nearly_full(most_slabs=3)
+    for page in (2, 3):
+        bench.read(0, page)
+        bench.records.settle(0)
+    bench.records.free(0, PageRange(0, 1))
+    bench.records._worth = lambda layer: np.arange(PAGES, 0, -1, dtype=np.float32)[:, None]
+    bench.read(0, 1)
+    bench.records.settle(0)
+    bench.mover.synchronize()
+    assert bench.on_device(0) == [1, 2]
+    found = [bench.read(0, page) for page in (1, 2, 3)]
+    bench.mover.synchronize()
+    assert found == [[1], [2], [3]]
+
+
+def test_what_is_still_on_its_way_keeps_its_place_on_the_host() -> None:
+    bench = nearly_full(most_slabs=2)
+    assert bench.records.expect(0, PageRange(2, 3))
+    bench.write(1, 0, 10)
+    with pytest.raises(HostMemoryError):
+        bench.records.settle(1)
+    found = bench.read(0, 2)
+    bench.mover.synchronize()
+    assert found == [2]

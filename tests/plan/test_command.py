@@ -1,0 +1,127 @@
+"""``oomb estimate`` as it is typed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from oomb_accel.cli import main
+from oomb_accel.cli.estimate import token_count
+
+
+def run(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str]:
+    code = main(["estimate", *words.split()])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def report(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(capsys, f"{words} --json")[1])
+    return found
+
+
+def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "Qwen/Qwen2.5-7B --length 1M --attention sparse --page_grad_dtype bfloat16 --price 3.5")
+    assert code == 0
+    for part in (
+        *("7.62B parameters, LoRA r=16 (40.4M trained)", "1,048,576 tokens, sparse attention (top_k 64)"),
+        *("weights", "optimizer", "activations of one chunk", "logits of one chunk", "page gradients", "K and V"),
+        *("mean keys", "page lists", "CUDA context", "pinned", "process", "over PCIe, GB to the GPU"),
+        *("linear layers", "waiting for host memory", "tokens per second and GPU", "cost of a million tokens"),
+        *(
+            "It fits.",
+            "longest document that fits",
+            "made for 32,768 tokens",
+            "page lists at random",
+            "measured on H200s",
+        ),
+    ):
+        assert part in text, part
+    assert "It does not fit" not in text and "makes it fit" not in text
+
+
+def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "qwen2.5-7b --length 2M --attention sparse --page_grad_dtype bfloat16 --gpu h200")
+    assert code == 1
+    assert "It does not fit. Host memory is too small" in text
+    assert "Any line of these makes it fit:" in text and "page_dtype: float8" in text
+
+
+def test_other_gpus_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = run(capsys, "qwen2.5-0.5b --gpu a100 --gpu_gib 40")
+    assert "GPU memory, GiB of 40.0" in text and "Rates are scaled" in text and "not measured on it" in text
+
+
+def test_both_spellings_of_options(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "qwen2.5-1.5b --length 64K --host_gib 64 --page_grad_dtype=bfloat16 --chunk_tokens 4096"
+    assert report(capsys, words) == report(capsys, words.replace("_gib", "-gib").replace("_tokens", "-tokens"))
+
+
+def test_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, "qwen2.5-1.5b --length 64K --full --zero 2 --gpus 2 --price 2")
+    device = found["device_bytes"]
+    assert device["total"] == sum(size for part, size in device.items() if part not in ("total", "available"))
+    assert found["seconds"]["total"] == pytest.approx(sum(found["seconds"].values()) / 2)
+    assert found["fits"] is True and found["suggestions"] == [] and found["cost_per_million_tokens"] > 0
+
+
+def test_all_weights_are_trained_in_fp32_as_by_oomb_train(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, zero, bf16 = (
+        report(capsys, f"qwen2.5-1.5b --full {words}")["device_bytes"]["weights"]
+        for words in ("", "--zero 2", "--torch_dtype bfloat16")
+    )
+    assert plain == 3 * zero and zero == bf16
+    assert report(capsys, "qwen2.5-1.5b --full") == report(capsys, "qwen2.5-1.5b --lora_r 0")
+
+
+def test_a_chunk_of_its_own_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, "qwen3-8b --length 128K --gpu 4090 --chunk_tokens auto")
+    assert found["fits"] and found["chunk_tokens"] < 8192
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("131072", 131072),
+        ("131,072", 131072),
+        ("131_072", 131072),
+        ("128K", 131072),
+        ("2k", 2048),
+        ("1.5M", 1572864),
+    ],
+)
+def test_lengths(text: str, tokens: int) -> None:
+    assert token_count(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "ten", "1", "-5", "1G", "1e6"])
+def test_what_is_no_length(text: str) -> None:
+    with pytest.raises(ValueError, match="is no number of tokens"):
+        token_count(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("qwen2.5-7b --lenght 1M", "Did you mean '--length'?"),
+        ("qwen2.5-7b --gpu h20", "Did you mean 'h200'?"),
+        ("qwen2.5-7b --chunk_tokens 64", "Use --chunk_tokens 128 or more."),
+        ("qwen2.5-7b --optimizer_offload", "Use --zero 2 --optimizer_offload."),
+        ("qwen2.5-7b --top_k 0", "--top_k is too small."),
+        ("qwen2.5-7b --top_k 64 --page_budget 32", "Use --page_budget 64 or more."),
+        ("qwen2.5-7b --distinct 25", "Use 0.25, for example."),
+        ("qwen2.5-7b --length soon", "Write 131072, 128K or 1M"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
+    code, text = run(capsys, words)
+    assert code == 1 and message in text and "Traceback" not in text
+    assert len(text.strip().splitlines()) <= 3
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["estimate", "--help"])
+    assert stop.value.code == 0 and "usage: oomb estimate" in capsys.readouterr().out

@@ -1,0 +1,204 @@
+"""Whole estimates: what fits, the longest document, suggestions that hold what they promise, and how figures move."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oomb_accel.host.limits import MARGIN_SHARE, MOST_MARGIN_BYTES
+from oomb_accel.keep import RESERVE
+from oomb_accel.plan import (
+    GPUS,
+    Job,
+    best_chunk_tokens,
+    estimate,
+    gpu_named,
+    largest_tokens,
+    rates,
+    read_shape,
+    suggestions,
+)
+from oomb_accel.plan.sizes import GIB, host_margin
+
+ROOT = Path(__file__).resolve().parents[2]
+M = 1 << 20
+
+
+def job(model: str = "qwen2.5-7b", tokens: int = M, **changes: Any) -> Job:
+    return Job(model=read_shape(model), tokens=tokens, **changes)
+
+
+SPARSE: dict[str, Any] = {"attention": "sparse", "page_grad_dtype": "bfloat16"}
+JOBS = [
+    job(**SPARSE),
+    job(page_grad_dtype="bfloat16"),
+    job(tokens=300_000, gpu=GPUS["h100"], model="qwen3-8b"),
+    job(tokens=100_000, gpu=GPUS["rtx4090"], model="qwen2.5-3b", chunk_tokens=1024, host_bytes=64 * GIB),
+    job(num_gpus=2, zero_stage=3, **SPARSE),
+]
+
+
+@pytest.mark.parametrize("of", JOBS)
+def test_the_longest_document_fits_and_a_page_more_does_not(of: Job) -> None:
+    longest = largest_tokens(of)
+    assert longest % of.page_tokens == 0 and longest > of.chunk_tokens
+    assert estimate(replace(of, tokens=longest)).fits
+    assert not estimate(replace(of, tokens=longest + of.page_tokens)).fits
+
+
+REFUSED = [
+    job(tokens=2 * M, **SPARSE),
+    job(tokens=3 * M // 2),
+    job(tokens=M, offload=False),
+    job(tokens=M // 4, keep_outputs=True),
+    job(tokens=M // 8, lora_r=0, weights_dtype="float32"),
+    job(model="qwen2.5-32b", tokens=M // 8),
+    job(model="qwen3-8b", tokens=M // 4, gpu=GPUS["rtx4090"]),
+    job(model="llama-3.1-8b", tokens=M // 8, host_bytes=16 * GIB, gpu=GPUS["l40s"]),
+]
+
+
+@pytest.mark.parametrize("of", REFUSED)
+def test_suggestions_make_it_fit(of: Job) -> None:
+    found = estimate(of)
+    assert not found.fits and len(found.refusal.splitlines()) == 3
+    changes = suggestions(of)
+    assert changes
+    for change in changes:
+        assert change.estimate.fits and change.estimate.job != of
+        assert change.estimate.memory.device_bytes <= of.gpu.memory_bytes
+    assert [c.estimate.time.seconds for c in changes] == sorted(c.estimate.time.seconds for c in changes)
+
+
+def test_a_suggestion_changes_what_it_says() -> None:
+    by_change = {s.change: s.estimate.job for s in suggestions(REFUSED[0])}
+    assert by_change["page_dtype: float8"] == replace(REFUSED[0], page_dtype="float8")
+    assert "160 GiB of host memory" in by_change and not estimate(replace(REFUSED[0], host_bytes=128 * GIB)).fits
+
+
+def test_what_no_setting_can_help() -> None:
+    huge = job(model="llama-3.1-70b", tokens=M // 8, num_gpus=8, zero_stage=3)
+    assert "the graph of a chunk holds all weights" in estimate(huge).refusal
+    assert suggestions(huge) == [] and largest_tokens(huge) == 0
+
+
+def test_optimizers_on_a_small_host_are_refused() -> None:
+    of = job("qwen2.5-7b", M // 16, lora_r=0, num_gpus=8, zero_stage=1, zero_offload=True, host_bytes=100 * GIB)
+    assert "Host memory" in estimate(of).refusal
+    assert estimate(replace(of, host_bytes=600 * GIB)).fits
+
+
+def test_the_chunk_is_the_usual_one_until_it_does_not_fit() -> None:
+    assert best_chunk_tokens(job(tokens=M // 8)) == 8192
+    smaller = best_chunk_tokens(job("qwen3-8b", M // 4, gpu=GPUS["rtx4090"]))
+    assert smaller < 8192
+    assert estimate(job("qwen3-8b", M // 4, gpu=GPUS["rtx4090"], chunk_tokens=smaller)).fits
+    assert best_chunk_tokens(job(page_tokens=16384, chunk_tokens=16384)) == 16384
+
+
+def seconds(of: Job) -> float:
+    return estimate(of).time.seconds
+
+
+def test_figures_move_as_they_should() -> None:
+    base = job(tokens=M // 4, keep_outputs=False)
+    memory = estimate(base).memory
+    assert estimate(replace(base, chunk_tokens=4096)).memory.peak_bytes < memory.peak_bytes
+    assert estimate(replace(base, page_grad_dtype="bfloat16")).memory.peak_bytes < memory.peak_bytes
+    assert seconds(replace(base, attention="sparse")) < seconds(base) / 3
+    assert seconds(replace(base, keep_outputs=True, gpu=replace(base.gpu, memory_bytes=500 * GIB))) < seconds(base)
+    assert seconds(replace(base, gpu=GPUS["a100"])) > 2.5 * seconds(base)
+    assert estimate(base).is_scaled is False and estimate(replace(base, gpu=GPUS["a100"])).is_scaled
+    whole = replace(base, lora_r=0, weights_dtype="float32", zero_stage=1)
+    shared = estimate(replace(whole, num_gpus=4)).memory.device
+    assert shared["optimizer"] == estimate(whole).memory.device["optimizer"] // 4
+
+
+def test_windows_cost_their_window() -> None:
+    shape = replace(read_shape("qwen2.5-7b"), windows=(4096,) * 28)
+    full, windowed = estimate(job(tokens=M // 4)), estimate(replace(job(tokens=M // 4), model=shape))
+    assert windowed.memory.pages.value_bytes < full.memory.pages.value_bytes
+    assert windowed.time.parts["attention to the past"] < full.time.parts["attention to the past"] / 30
+
+
+def test_nothing_moves_where_everything_fits() -> None:
+    found = estimate(job(tokens=M // 8))
+    assert found.time.up_bytes == found.time.down_bytes == found.memory.plan.host_bytes == 0
+    assert found.time.parts["waiting for host memory"] == 0
+
+
+def test_traffic_of_a_small_pool() -> None:
+    resident = job(tokens=M // 4, **SPARSE)
+    small = estimate(replace(resident, device_pages_bytes=10 * GIB))
+    pages = small.memory.pages
+    # K and V that the pool has no room for go to the host once; what is read comes back more often.
+    assert small.time.down_bytes > pages.value_bytes - 10 * GIB
+    assert small.time.up_bytes > small.time.down_bytes
+    real = estimate(replace(resident, device_pages_bytes=10 * GIB, distinct=0.25))
+    assert real.time.up_bytes < small.time.up_bytes
+    assert small.time.seconds >= estimate(resident).time.seconds
+    slow = replace(resident.gpu, host_bytes_per_second=1e9)
+    assert seconds(replace(resident, device_pages_bytes=10 * GIB, gpu=slow)) > 2 * small.time.seconds
+
+
+def test_traffic_of_dense_attention_by_hand() -> None:
+    """What the pool has no room for is read in the forward sweep, when a chunk runs again, and in its backward, where
+    its gradients are read too."""
+    shape = replace(read_shape("qwen2.5-7b"), num_layers=2, windows=(None,) * 2)
+    chunk = 2 * 4 * 2 * 1024 * 128 * 2  # layers, KV heads, K and V, tokens, head_dim, bytes
+    tiny = Job(model=shape, tokens=5 * 1024, chunk_tokens=1024, span_tokens=128, page_grad_dtype="bfloat16")
+    plan = estimate(tiny).memory.pages
+    tiny = replace(tiny, device_pages_bytes=plan.least_value_bytes + plan.least_gradient_bytes, keep_outputs=False)
+    found = estimate(tiny)
+    pool = found.memory.plan.device_value_bytes
+    absent = [past * chunk - min(pool, past * chunk) for past in range(5)]  # chunks 1 to 5
+    passes = [3, 3, 3, 3, 2]  # the last one runs once
+    assert found.time.up_bytes == pytest.approx(sum(a * (n + 1) for a, n in zip(absent, passes, strict=True)), rel=1e-6)
+    kept = estimate(replace(tiny, keep_outputs=True)).time.up_bytes
+    assert kept == pytest.approx(found.time.up_bytes - sum(absent[:-1]), rel=1e-6)
+
+
+def test_cost_follows_from_time() -> None:
+    found = estimate(job(tokens=M // 8))
+    per_hour = 3600 * found.tokens_per_second
+    assert found.cost_per_million_tokens(3.5) == pytest.approx(3.5 / per_hour * 1e6)
+
+
+@pytest.mark.parametrize("name", ["H200", "nvidia h100", "A100-80GB", "RTX 4090", "4090", "rtx_3090", "L40S", "B200"])
+def test_gpus_by_the_names_that_people_write(name: str) -> None:
+    assert gpu_named(name) in GPUS.values()
+
+
+def test_an_unknown_gpu_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"'h20'.*\n.*'h200'\?\n.*--gpu_gib"):
+        gpu_named("H20")
+
+
+def test_layers_that_stay_dense() -> None:
+    of = job(**SPARSE, dense_layers=(0, -1))
+    assert of.sparse_layers == frozenset(range(1, 27))
+    assert seconds(of) > 1.2 * seconds(replace(of, dense_layers=()))
+
+
+def test_what_is_left_to_others_is_as_in_the_engine() -> None:
+    assert RESERVE == rates.DEVICE_RESERVE
+    for total in (8 * GIB, 64 * GIB, 128 * GIB, 2000 * GIB):
+        assert host_margin(total) == min(total // MARGIN_SHARE, MOST_MARGIN_BYTES)
+
+
+def test_nothing_here_imports_torch() -> None:
+    code = (
+        "import sys, types\n"
+        "facade = sys.modules['oomb_accel'] = types.ModuleType('oomb_accel')\n"
+        "facade.__path__ = ['oomb_accel']\n"
+        "from oomb_accel.cli import main\n"
+        "code = main(['estimate', 'qwen2.5-7b', '--length', '1M', '--attention', 'sparse'])\n"
+        "assert code == 0 and not {'torch', 'transformers', 'numpy'} & set(sys.modules), code\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr

@@ -1,0 +1,92 @@
+"""Pages are counted as the engine allocates them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oomb_accel.pages.shape import PageShape, parts_of
+from oomb_accel.plan import PageLayout, page_demand, sizes
+from oomb_accel.schedule import ChunkSchedule
+
+BASE: dict[str, Any] = {
+    **{"num_kv_heads": 2, "head_dim": 8, "windows": (None, None, 10), "sparse_layers": frozenset({1})},
+    **{"value_dtype": "bfloat16", "grad_dtype": "bfloat16", "page_tokens": 4, "span_tokens": 16, "top_k": 2},
+    **{"q_block": 64, "sink_pages": 1, "recent_pages": 1, "page_budget": None},
+}
+
+
+def layout(**changes: Any) -> PageLayout:
+    return PageLayout(**{**BASE, **changes})
+
+
+def schedule(*documents: int, chunk_tokens: int = 16) -> ChunkSchedule:
+    return ChunkSchedule.build(documents, range(sum(documents) - 1), chunk_tokens=chunk_tokens, page_tokens=4)
+
+
+@given(
+    documents=st.lists(st.integers(1, 120), min_size=1, max_size=4),
+    windows=st.lists(st.sampled_from([None, 2, 5, 9, 40]), min_size=1, max_size=4),
+    sparse=st.booleans(),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    sink_pages=st.integers(0, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_bytes_are_those_of_the_engine(
+    documents: list[int],
+    windows: list[int | None],
+    sparse: bool,
+    dtype: Literal["float32", "bfloat16"],
+    sink_pages: int,
+) -> None:
+    sparse_layers = frozenset(n for n, window in enumerate(windows) if window is None) if sparse else frozenset()
+    chunks = schedule(*documents)
+    shape = PageShape(len(windows), 2, 8, 4, getattr(torch, dtype), tuple(windows), sparse_layers, sink_pages)
+    demand = page_demand(
+        layout(windows=tuple(windows), sparse_layers=sparse_layers, grad_dtype=dtype, sink_pages=sink_pages), chunks
+    )
+    ours = demand.value_bytes + demand.gradient_bytes + demand.sink_gradient_bytes + demand.mean_key_bytes
+    assert ours == shape.num_bytes(chunks, torch.bfloat16)
+    assert demand.value_bytes == shape.num_slots(chunks) * shape.slot_bytes(torch.bfloat16)
+
+
+@given(st.integers(1, 600))
+def test_mean_keys_of_a_page_are_those_of_the_engine(page_tokens: int) -> None:
+    assert sizes.parts_of(page_tokens) == parts_of(page_tokens)
+
+
+def test_a_float8_record_is_half_of_a_bfloat16_one_and_its_scales() -> None:
+    assert sizes.record_bytes(128, 128, "float8") == sizes.record_bytes(128, 128, "bfloat16") // 2 + sizes.SCALE_BYTES
+
+
+def test_distinct_pages_lie_between_one_list_and_all_candidates() -> None:
+    one_list, many_lists = layout(), layout(q_block=1)
+    assert one_list.distinct_pages(4, 64) == 4  # everything is attended to
+    assert one_list.distinct_pages(50, 64) == 2 + 2
+    assert 2 + 40 < many_lists.distinct_pages(50, 64) < 50
+    assert layout(q_block=1, distinct=0.25).distinct_pages(50, 64) == 2 + 12
+    assert layout(q_block=1, page_budget=7).distinct_pages(50, 64) == 2 + 7
+
+
+def test_gradients_of_selected_pages_come_one_by_one() -> None:
+    long = schedule(400)
+    all_at_once = page_demand(layout(sparse_layers=frozenset()), long)
+    one_by_one = page_demand(layout(windows=(None,) * 3, sparse_layers=frozenset({0, 1, 2}), distinct=0.0), long)
+    assert all_at_once.living_bytes == all_at_once.value_bytes + all_at_once.gradient_bytes
+    assert one_by_one.value_bytes < one_by_one.living_bytes < one_by_one.value_bytes + one_by_one.gradient_bytes
+
+
+def test_a_device_must_hold_three_layers_of_one_chunk() -> None:
+    demand = page_demand(layout(windows=(None,) * 9, sparse_layers=frozenset()), schedule(400))
+    record = sizes.record_bytes(4, 8, "bfloat16")
+    assert demand.least_value_bytes == 3 * 2 * (16 // 4 + 16 // 4) * record
+    short = page_demand(layout(), schedule(20))
+    assert short.least_value_bytes <= short.value_bytes
+
+
+def test_a_document_of_one_chunk_has_no_pages() -> None:
+    demand = page_demand(layout(), schedule(16))
+    assert demand.living_bytes == demand.resident_bytes == demand.least_value_bytes == 0

@@ -1,0 +1,130 @@
+"""Pages between device and host: shares, limits, and what is said when they do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomb_accel.plan import MemoryPlan, PageDemand, plan_memory
+from oomb_accel.plan.sizes import GIB
+
+
+def demand(values: int, gradients: int, **changes: Any) -> PageDemand:
+    sizes: dict[str, Any] = {
+        **{"value_dtype": "bfloat16", "grad_dtype": "bfloat16", "value_bytes": values, "gradient_bytes": gradients},
+        **{"least_value_bytes": min(values, 2 * GIB), "least_gradient_bytes": min(gradients, 2 * GIB)},
+    }
+    return PageDemand(**{**sizes, **changes})
+
+
+def plan(of: PageDemand, free: int, *, host: int = 1000 * GIB, **changes: Any) -> MemoryPlan:
+    settings: dict[str, Any] = {"activation_bytes": 0, "chunk_tokens": 8192, **changes}
+    return plan_memory(of, free_device_bytes=free, host_budget_bytes=host, **settings)
+
+
+def test_what_fits_stays_on_the_device() -> None:
+    found = plan(demand(30 * GIB, 60 * GIB), 90 * GIB, host=0)
+    assert (found.device_value_bytes, found.device_gradient_bytes, found.host_bytes) == (30 * GIB, 60 * GIB, 0)
+    assert found.fits and found.message == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "gradients", "free", "shares"),
+    [
+        (60, 60, 80, (40, 40)),
+        (60, 120, 80, (40, 40)),
+        (30, 120, 80, (30, 50)),  # values are whole, and gradients have the rest
+        (120, 30, 80, (50, 30)),
+    ],
+)
+def test_both_pools_have_the_same_share_unless_one_is_whole(
+    values: int, gradients: int, free: int, shares: tuple[float, float]
+) -> None:
+    found = plan(demand(values * GIB, gradients * GIB), free * GIB)
+    assert (found.device_value_bytes / GIB, found.device_gradient_bytes / GIB) == shares
+    assert found.fits and found.host_bytes > 0
+
+
+def test_activations_and_what_always_stays_are_taken_off_first() -> None:
+    pages = demand(60 * GIB, 60 * GIB, mean_key_bytes=3 * GIB, list_bytes=GIB)
+    found = plan(pages, 94 * GIB, activation_bytes=10 * GIB)
+    assert found.device_value_bytes == found.device_gradient_bytes == 40 * GIB
+
+
+def test_the_host_may_hold_copies_of_what_is_on_the_device_where_it_has_room() -> None:
+    pages = demand(60 * GIB, 60 * GIB)
+    assert plan(pages, 80 * GIB, host=1000 * GIB).host_bytes == 120 * GIB
+    assert plan(pages, 80 * GIB, host=70 * GIB).host_bytes == 70 * GIB
+    assert plan(pages, 80 * GIB, host=40 * GIB).fits
+    assert plan(demand(30 * GIB, 120 * GIB), 80 * GIB).host_bytes == 120 * GIB  # values never leave
+
+
+def test_gradients_that_do_not_exist_yet_need_no_room() -> None:
+    lazy = demand(60 * GIB, 60 * GIB, most_bytes=100 * GIB)
+    assert plan(lazy, 80 * GIB, host=20 * GIB).fits
+    assert not plan(demand(60 * GIB, 60 * GIB), 80 * GIB, host=20 * GIB).fits
+
+
+def test_too_little_host_memory() -> None:
+    found = plan(demand(60 * GIB, 60 * GIB), 80 * GIB, host=30 * GIB)
+    assert not found.fits
+    what, numbers, remedy = found.message.splitlines()
+    assert what == "Host memory is too small for the pages of this document."
+    assert "40.0 GiB are needed beside 80.0 GiB on the GPU; 30.0 GiB may be used" in numbers
+    assert "page_dtype='float8'" in remedy and "10.0 GiB" in remedy
+    wide = plan(demand(60 * GIB, 120 * GIB, grad_dtype="float32"), 80 * GIB, host=30 * GIB)
+    assert "page_grad_dtype='bfloat16'" in wide.message
+    small = plan(demand(30 * GIB, 60 * GIB, value_dtype="float8"), 30 * GIB, host=30 * GIB)
+    assert "float8" not in small.message and "bfloat16" not in small.message
+
+
+def test_without_offload() -> None:
+    found = plan(demand(60 * GIB, 60 * GIB), 80 * GIB, offload=False)
+    assert not found.fits and found.host_bytes == 0
+    assert "They take 120.0 GiB (60.0 GiB of K and V, 60.0 GiB of gradients); 80.0 GiB are free" in found.message
+    assert found.message.splitlines()[2] == "  Set offload='auto', which keeps the rest in host memory."
+
+
+def test_too_small_a_device_names_a_chunk_that_fits() -> None:
+    pages = demand(60 * GIB, 60 * GIB)
+    found = plan(pages, 33 * GIB, activation_bytes=40 * GIB)
+    assert not found.fits and found.message.splitlines()[2] == "  Set chunk_tokens=4096."
+    assert plan(pages, 33 * GIB, activation_bytes=20 * GIB, chunk_tokens=4096).fits
+    hopeless = plan(pages, -GIB, activation_bytes=40 * GIB)
+    assert "0.0 GiB are free" in hopeless.message and "ZeRO 3" in hopeless.message
+
+
+def test_a_limit_on_the_pools() -> None:
+    pages = demand(60 * GIB, 60 * GIB)
+    assert plan(pages, 200 * GIB, device_pages_bytes=20 * GIB).device_value_bytes == 10 * GIB
+    refused = plan(pages, 200 * GIB, device_pages_bytes=3 * GIB)
+    assert not refused.fits and "Set device_pages_gib=4.0 or more" in refused.message
+    assert plan(pages, 200 * GIB, device_pages_bytes=4 * GIB).fits
+
+
+@given(
+    values=st.integers(1, 300),
+    gradients=st.integers(1, 600),
+    free=st.integers(0, 400),
+    host=st.integers(0, 400),
+    cap=st.none() | st.integers(0, 400),
+)
+def test_a_plan_never_takes_more_than_there_is(
+    values: int, gradients: int, free: int, host: int, cap: int | None
+) -> None:
+    pages = demand(values * GIB, gradients * GIB)
+    limit = None if cap is None else cap * GIB
+    found = plan(pages, free * GIB, host=host * GIB, device_pages_bytes=limit)
+    assert found.fits == (found.message == "")
+    if not found.fits:
+        assert len(found.message.splitlines()) == 3
+        return
+    pools = found.device_value_bytes + found.device_gradient_bytes
+    assert pools <= min(free, free if cap is None else cap) * GIB
+    assert found.host_bytes <= host * GIB
+    assert pools + found.host_bytes >= pages.living_bytes
+    assert pages.least_value_bytes <= found.device_value_bytes <= pages.value_bytes
+    assert pages.least_gradient_bytes <= found.device_gradient_bytes <= pages.gradient_bytes
