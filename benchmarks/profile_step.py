@@ -15,7 +15,7 @@ from benchmarks.whole_step import _step, _switch_on
 from oomb_accel.integrations.support import base_model_of
 
 GROUPS = {
-    "selected pages": ("page_forward", "page_dq", "page_dkv", "page_reduce"),
+    "selected pages": ("page_forward", "page_owner", "page_dq", "page_reduce", "row_stats"),
     "selection": ("index_mark", "index_gather", "index_unit", "mass_kernel", "partial_lse", "top_pages"),
     "attention": ("cudnn", "flash", "fmha", "sdpa"),
     "gemm": ("gemm", "nvjet", "cutlass", "xmma", "splitk"),

@@ -88,6 +88,10 @@ class OombConfig(_Given):
     span_tokens: int = 32768
     """Earlier tokens per call of the attention kernel; rounded down to whole pages."""
 
+    page_dtype: Literal["model", "float8"] = "model"
+    """Storage of K and V. ``"float8"`` halves it: earlier chunks are then attended to as 8-bit floats (e4m3) with a
+    scale for each page, which changes loss and gradients a little, see docs/numerics.md. Needs Ada, Hopper or later."""
+
     page_grad_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage of page gradients. Sums are always made in fp32; bfloat16 is rounded stochastically."""
 
@@ -182,11 +186,17 @@ class OombConfig(_Given):
                 raise ValueError(
                     f"{name} must be a size in GiB.\n  Got {name}={value}.\n  Set {name}='auto' (the default)."
                 )
-        if self.offload is False and self.host_memory_gib != "auto":
+            if self.offload is False and value != "auto":
+                raise ValueError(
+                    f"{name} has no meaning without offload.\n  Got {name}={value} with offload=False.\n"
+                    f"  Set offload='auto' (the default), or leave {name} out."
+                )
+
+        if self.offload is True and self.device_pages_gib != "auto":
             raise ValueError(
-                "host_memory_gib has no meaning without offload.\n"
-                f"  Got host_memory_gib={self.host_memory_gib} with offload=False.\n"
-                "  Set offload='auto' (the default), or leave host_memory_gib out."
+                "offload=True keeps no more pages on the device than chunks need at once, whatever room there is.\n"
+                f"  Got offload=True with device_pages_gib={self.device_pages_gib}.\n"
+                "  Set offload='auto' (the default) with device_pages_gib, or leave device_pages_gib out."
             )
 
     @classmethod

@@ -24,7 +24,7 @@ from oomb_accel.selection import PageSelector, Reach, TouchedPages
 Phase: TypeAlias = Literal["forward", "recompute", "backward"]
 """A run of the model over a chunk: in the forward sweep, again in the backward sweep, and its backward."""
 
-_HORIZON = 8
+_HORIZON = 4
 """Chunks that are looked at for a page's next use. What comes later counts as never."""
 _MEMORY = 0.8
 """How much of a page's count of selections is left a chunk later."""
@@ -84,7 +84,8 @@ class Foresight:
         if known is not None and known[:2] == (position.chunk.index, position.phase):
             return known[2]
         worth = self._by_count(layer) if position.phase == "forward" else self._by_next_use(kind, layer)
-        self._worths[kind, layer] = position.chunk.index, position.phase, worth
+        if position.phase != "forward" or self._last_count.get(layer) == position.chunk.index:
+            self._worths[kind, layer] = position.chunk.index, position.phase, worth
         return worth
 
     def _following(self, chunk: Chunk, phase: Phase) -> tuple[Chunk, Phase] | None:
@@ -142,7 +143,7 @@ class Foresight:
         if reach is not None and touched is not None and self._last_count.get(layer) != chunk.index:
             self._last_count[layer] = chunk.index
             counts *= _MEMORY
-            counts[reach.candidates.first : reach.candidates.end] += touched()
+            counts[reach.candidates.first : reach.candidates.end].reshape(-1)[touched.numbers()] += 1
         worth = counts.copy()
         self._mark_always(worth, layer, chunk)
         following = self._chunks[chunk.index + 1] if chunk.index + 1 < len(self._chunks) else None
@@ -165,8 +166,8 @@ class Foresight:
         if reach is None:  # short enough to attend to everything
             worth[chunk.past_pages.first : chunk.past_pages.end] = chunk.index
         elif touched is not None:
-            candidates = worth[reach.candidates.first : reach.candidates.end]
-            candidates[touched()] = chunk.index
+            candidates = worth[reach.candidates.first : reach.candidates.end].reshape(-1)
+            candidates[touched.numbers()] = chunk.index
             for pages in (reach.sinks, reach.recents):
                 worth[pages.first : pages.end] = chunk.index
         if kind == "gradients":

@@ -10,7 +10,18 @@ from typing import Literal
 import torch
 
 from oomb_accel.foresight import Foresight
-from oomb_accel.host import HostArena, HostMemoryError, HostStore, host_budget, host_limits, slab_bytes_for
+from oomb_accel.host import (
+    HostArena,
+    HostLimits,
+    HostMemoryError,
+    HostStore,
+    cuda_pinner,
+    gib_above,
+    gib_text,
+    host_budget,
+    host_limits,
+    slab_bytes_for,
+)
 from oomb_accel.pages import (
     CudaMover,
     HostMover,
@@ -23,8 +34,6 @@ from oomb_accel.pages import (
     TieredPages,
 )
 from oomb_accel.schedule import ChunkSchedule
-
-GIB = 2**30
 
 
 @dataclass(slots=True)
@@ -40,29 +49,74 @@ class Offload:
     ranks_on_host: int = 1
     arena: HostArena | None = None
     mover: PageMover | None = None
-    budget: int | None = None
-    """Most bytes of host memory, once it was looked up."""
+    _limits: HostLimits | None = None
+    """Of the machine, before any rank has pinned memory; None where this process is alone and looks when it must."""
+    _budget: int | None = None
 
-    def reserve(self, num_bytes: int, device: torch.device) -> None:
+    def __post_init__(self) -> None:
+        if self.ranks_on_host > 1:
+            self._limits = host_limits()
+
+    def check(self, num_bytes: int, record_bytes: int) -> int:
+        """Refuse what is more host memory than there may be, beside what other streams hold.
+
+        Args:
+            record_bytes: of the largest record.
+
+        Returns:
+            Bytes that the arena must have room for.
+
+        Raises:
+            ValueError: naming a setting that would do.
+        """
+        if self._budget is None:
+            limits = self._limits or host_limits()
+            self._budget = host_budget(self.host_memory_gib, limits, ranks_on_host=self.ranks_on_host)
+        # Values and gradients each begin slabs of their own.
+        slab_bytes = _slab_bytes(num_bytes, record_bytes)
+        needed = (-(-num_bytes // slab_bytes) + 1) * slab_bytes + self.host_bytes()["page_memory_used"]
+        if needed > self._budget:
+            raise ValueError(
+                "The pages of this document need more host memory than they may have.\n"
+                f"  Needed: {gib_above(needed)} GiB beside those on the device; the limit is "
+                f"{gib_text(self._budget)} GiB (host_memory_gib={self.host_memory_gib}).\n"
+                "  Set page_grad_dtype='bfloat16', page_dtype='float8' or a smaller chunk_tokens, train on shorter "
+                f"documents, or set host_memory_gib={gib_above(needed)} where the machine has it."
+            )
+        return needed
+
+    def reserve(self, num_bytes: int, record_bytes: int, device: torch.device) -> None:
         """Have this much host memory made, in the background.
+
+        Args:
+            record_bytes: of the largest record.
 
         Raises:
             ValueError: it is more than the setting or the machine allows.
         """
-        if self.budget is None:
-            self.budget = host_budget(self.host_memory_gib, host_limits(), ranks_on_host=self.ranks_on_host)
-        slab_bytes = slab_bytes_for(num_bytes)
-        if self.arena is None or self.arena.slab_bytes < slab_bytes:
-            if self.arena is not None:
-                self.arena.close()
-            self.arena = HostArena(self.budget, slab_bytes=slab_bytes, pin=device.type == "cuda")
+        needed, slab_bytes, arena = (
+            self.check(num_bytes, record_bytes),
+            _slab_bytes(num_bytes, record_bytes),
+            self.arena,
+        )
+        assert self._budget is not None
+        # A stream that waits for its backward has its pages in the arena that is there.
+        if arena is None or (arena.slab_bytes < slab_bytes and arena.free_bytes == arena.num_bytes):
+            if arena is not None:
+                arena.close()
+            pinner = None
+            if device.type == "cuda":
+                pinner = cuda_pinner(torch.cuda.current_device() if device.index is None else device.index)
+            arena = self.arena = HostArena(self._budget, slab_bytes=slab_bytes, pin=pinner is not None, pinner=pinner)
         try:
-            self.arena.reserve(num_bytes)
+            arena.reserve(needed)
         except HostMemoryError as error:
             raise ValueError(str(error)) from None
         if self.mover is None:
-            self.arena.give(self.arena.take())  # whether pinning is refused shows with the first slab
-            self.mover = CudaMover(device, pinned=self.arena.pinned) if device.type == "cuda" else HostMover()
+            self.mover = CudaMover(device, pinned=self._is_pinned) if device.type == "cuda" else HostMover()
+
+    def _is_pinned(self) -> bool:
+        return self.arena is not None and self.arena.pinned
 
     def host_bytes(self) -> dict[str, int]:
         """Host memory for pages: what there is, and what of it is in use."""
@@ -112,6 +166,14 @@ class StreamRecords:
         )
         weakref.finalize(records, _give_back, store, self.device).atexit = False
         return records
+
+
+def _slab_bytes(num_bytes: int, record_bytes: int) -> int:
+    """Of an arena for so many bytes. A record never straddles slabs."""
+    slab_bytes = slab_bytes_for(num_bytes)
+    while slab_bytes < record_bytes:
+        slab_bytes *= 2
+    return slab_bytes
 
 
 def _give_back(store: HostStore, device: torch.device) -> None:

@@ -76,6 +76,7 @@ def attend_selected(
         scale=layer.scale,
         softcap=layer.softcap,
         others=(out_HTD, lse_HT),
+        scales_GN2=cache.value_scales(layer.layer, candidates),
     )
 
 
@@ -118,4 +119,5 @@ def attend_selected_backward(
         softcap=layer.softcap,
         seed=run.rounding_seed(layer.layer),
         dq_HTD=dq_HTD,
+        scales_GN2=cache.value_scales(layer.layer, candidates),
     )

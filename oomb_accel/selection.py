@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -77,6 +78,7 @@ class TouchedPages:
             2, dtype=torch.uint8
         )
         self._num_pages = lists.num_pages
+        self._numbers: npt.NDArray[np.int32] | None = None
         self._copied: torch.cuda.Event | None = None
         if bits.is_cuda:
             self._bits = torch.empty(bits.shape, dtype=bits.dtype, pin_memory=True).copy_(bits, non_blocking=True)
@@ -89,7 +91,14 @@ class TouchedPages:
         """``[N, G]``. Waits where the device is not there yet."""
         if self._copied is not None:
             self._copied.synchronize()
-        return np.unpackbits(self._bits.numpy(), axis=1, count=self._num_pages, bitorder="little").T.astype(bool)
+        named_GN = np.unpackbits(self._bits.numpy(), axis=1, count=self._num_pages, bitorder="little")
+        return np.ascontiguousarray(named_GN.T).view(bool)
+
+    def numbers(self) -> npt.NDArray[np.int32]:
+        """The same as places in ``[N, G]`` laid out in a row, found once."""
+        if self._numbers is None:
+            self._numbers = np.flatnonzero(self()).astype(np.int32)
+        return self._numbers
 
 
 OnSelection: TypeAlias = Callable[[int, Chunk, Reach, PageLists], None]

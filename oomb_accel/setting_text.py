@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 import typing
 from typing import Any, Literal
@@ -51,6 +52,9 @@ def _read(text: str, option: Any) -> Any:
         return word in _TRUE
     if (option is int or is_choice_of_numbers(option)) and _is_number(text):
         return int(text)
+    if option is float and text.isascii():
+        with contextlib.suppress(ValueError):
+            return float(text)
     return whole_numbers(text) if typing.get_origin(option) is tuple else text
 
 

@@ -1,6 +1,6 @@
 """Breaks a copy of the library in known ways and shows that the tests notice.
 
-    python tests/mutation_check.py [name ...]
+    python -m tests.mutation_check [name ...]
 
 Not collected by pytest. Each mutation replaces one piece of source text; a fast part of the suite must then fail,
 and must pass without any mutation. Exits with 1 when one survives or no longer applies.
@@ -16,6 +16,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.page_mutations import PAGE_FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("oomb_accel", "kernels", "configs", "tests", "pyproject.toml", "README.md")
@@ -38,81 +40,7 @@ SPARSE = (
     "-k",
     "selected or masked or replay or evaluation or settings or banner",
 )
-PAGE_ATTENTION = ("tests/kernels/test_page_attention.py", "-k", "interpreted")
-PAGE_GRADIENTS = (
-    "tests/kernels/test_page_gradients.py",
-    "tests/kernels/test_page_attention.py",
-    "-k",
-    "interpreted or definition",
-)
-PAGE_INDEX = ("tests/kernels/test_page_index.py", "-k", "interpreted or public")
-_PAGE_FAULTS = {
-    ("page_forward.py", PAGE_ATTENTION): {
-        "forward: padding of a list attended to": (
-            "    num_steps = tl.load(counts + list_number) * (P // BLOCK_N)",
-            "    num_steps = list_room * (P // BLOCK_N)",
-        ),
-        "forward: every row tile takes its own list": (
-            "    block = first // Q_BLOCK",
-            "    block = tl.minimum(tl.program_id(1), num_blocks - 1)",
-        ),
-        "forward: first rows of a page again and again": ("(step % SUBS) * BLOCK_N", "0"),
-        "forward: sums not rescaled when scores grow": ("            total *= rescale", "            pass"),
-        "forward: output not rescaled when scores grow": ("            acc *= rescale[:, None]", "            pass"),
-        "forward: weights that overflow beside the others kept": ("0, 1), 0) == 1:", "0, 1), 0) == 2:"),
-        "forward: LSE in base 2": ("(top + tl.log2(safe)) * 0.6931471805599453", "top + tl.log2(safe)"),
-    },
-    ("page_backward.py", PAGE_GRADIENTS): {
-        "dQ: what other keys contribute dropped": (
-            "        acc += tl.load(other_at",
-            "        acc += 0 * tl.load(other_at",
-        ),
-        "dQ: every row tile takes its own list": (
-            "num_blocks + first // Q_BLOCK",
-            "num_blocks + tl.minimum(tl.program_id(1), num_blocks - 1)",
-        ),
-        "dQ: derivative of the soft cap missing": (
-            "        ds = p * (dp - row_delta[:, None])\n        if SOFTCAP:",
-            "        ds = p * (dp - row_delta[:, None])\n        if False:",
-        ),
-        "dK: derivative of the soft cap missing": (
-            "ds = p * (dp - row_delta[None, :])\n                if SOFTCAP:",
-            "ds = p * (dp - row_delta[None, :])\n                if False:",
-        ),
-        "dK: scale missing": ("        dk *= scale", "        pass"),
-        "dK, dV: one query head of a group only": (
-            "group * GROUP + step // TILES",
-            "group * GROUP + step // TILES * 0",
-        ),
-        "dK, dV: a unit runs into the next one": ("tl.minimum(count, (number + 1) * max_blocks)", "count"),
-        "dK, dV: units of a cut page overwrite each other": ("// max_blocks + number", "// max_blocks"),
-        "dK, dV: first unit of a cut page left out": (
-            "        for _ in range(num_units):",
-            "        for _ in range(1, num_units):",
-        ),
-        "dK: what lies in the record is lost": (
-            "    dk += tl.load(record + tile, mask=inside, other=0.0).to(tl.float32)",
-            "    dk += 0.0",
-        ),
-        "dK: rounded to nearest": ("round_to_bfloat16(dk, draw & 0xFFFF)", "round_to_bfloat16(dk, draw * 0 + 0x8000)"),
-        "dK, dV: all pages rounded by the same bits": ("key * (P * D) + tile", "key * 0 + tile"),
-        "page gradients: the definition overwrites": (
-            "[None], first=False, seed=seed)",
-            "[None], first=True, seed=seed)",
-        ),
-    },
-    ("page_index.py", PAGE_INDEX): {
-        "index: all but the first unit of a page lost": (
-            "    num_units = (count + max_blocks - 1) // max_blocks",
-            "    num_units = tl.minimum((count + max_blocks - 1) // max_blocks, 1)",
-        ),
-        "index: pages of two units not taken for cut ones": ("(num_units > 1)", "(num_units > 2)"),
-        "index: too little room for partial sums": (
-            "return 2 * lists.pages_GBK.numel() // (max_blocks + 1)",
-            "return lists.pages_GBK.numel() // (max_blocks + 1)",
-        ),
-    },
-}
+TIERS = ("tests/pages/test_tiered_order.py", "tests/test_foresight.py", "-k", "not worth")
 
 
 @dataclass(frozen=True)
@@ -182,9 +110,9 @@ MUTATIONS = (
     ),
     Mutation(
         "window off by one: a page too few",
-        "oomb_accel/dense_parts.py",
-        "    in_window = chunk.past_pages.newest(-(-(window - 1) // settings.page_tokens))",
-        "    in_window = chunk.past_pages.newest((window - 1) // settings.page_tokens)",
+        "oomb_accel/past.py",
+        "past.newest(-(-(window - 1) // page_tokens))",
+        "past.newest((window - 1) // page_tokens)",
     ),
     Mutation(
         "dropout redrawn in the recompute",
@@ -272,9 +200,9 @@ MUTATIONS = (
     ),
     Mutation(
         "sparse: sinks left out",
-        "oomb_accel/dense_parts.py",
-        "            rectangles.append((reach.sinks, reach.recents))",
-        "            rectangles.append((reach.recents,))",
+        "oomb_accel/past.py",
+        "filter(len, (reach.sinks, reach.recents))",
+        "filter(len, (reach.recents,))",
         SPARSE,
     ),
     Mutation(
@@ -314,7 +242,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sparse: evaluation selects pages",
-        "oomb_accel/integrations/step.py",
+        "oomb_accel/integrations/step_memory.py",
         "state.selector() if torch.is_grad_enabled() else None",
         "state.selector()",
         SPARSE,
@@ -326,9 +254,37 @@ MUTATIONS = (
         "    return frozenset(full)",
         SPARSE,
     ),
+    Mutation(
+        "two tiers: used before it has arrived",
+        "oomb_accel/pages/tiered.py",
+        "        self._wait_for(arrival)\n        return",
+        "        return",
+        TIERS,
+    ),
+    Mutation(
+        "two tiers: a slot is filled before it was saved",
+        "oomb_accel/pages/tiered.py",
+        "        self._free.give(slots, (saved,))",
+        "        self._free.give(slots, ())",
+        TIERS,
+    ),
+    Mutation(
+        "two tiers: what was changed leaves as if the host had it",
+        "oomb_accel/pages/tiered.py",
+        "            self._changed[layer, here] |= used & write\n",
+        "",
+        TIERS,
+    ),
+    Mutation(
+        "two tiers: backward foreseen in the order of the forward",
+        "oomb_accel/foresight.py",
+        'layers if phase != "backward" else layers[::-1]',
+        "layers",
+        TIERS,
+    ),
     *(
         Mutation(name, f"kernels/oomb_kernels/{file}", old, new, suite)
-        for (file, suite), faults in _PAGE_FAULTS.items()
+        for (file, suite), faults in PAGE_FAULTS.items()
         for name, (old, new) in faults.items()
     ),
 )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from oomb_accel.cli import bench, main
 from oomb_kernels import page_attention_backward, page_attention_forward, page_mass
 from oomb_kernels.page_backward import unit_blocks
 from oomb_kernels.page_index import build_page_index
-from oomb_kernels.page_tiles import Tiles
+from oomb_kernels.page_tiles import Kernel, Tiles
 
 CPU = torch.device("cpu")
 TINY = AttentionSizes(
@@ -39,7 +39,7 @@ TINY = AttentionSizes(
     span_tokens=32,
 )
 TIMES = {
-    **{"forward": 2.0, "merged forward": 2.125, "backward float32": 10.0, "backward bfloat16": 8.0},
+    **{"forward": 2.0, "forward alone": 2.125, "backward float32": 10.0, "backward bfloat16": 8.0},
     **{"index": 0.5, "selection": 0.25, "dense forward": 1.0, "dense backward": 2.0},
 }
 
@@ -93,7 +93,7 @@ def test_a_row_counts_what_is_visited() -> None:
     assert rows[1].forward == Timed(2.0, visited) and rows[1].backward == Timed(10.0, 2.5 * visited)
     assert rows[1].forward.tflops == pytest.approx(visited / 2e-3 / 1e12)
     assert rows[1].forward.floor_ms == pytest.approx(visited / 700e12 * 1e3)
-    assert (rows[1].index_ms, rows[1].selection_ms, rows[1].merge_ms) == (0.5, 0.25, 0.125)
+    assert (rows[1].index_ms, rows[1].selection_ms, rows[1].alone_ms) == (0.5, 0.25, 2.125)
     # The dense call visits 32 keys in half the time and a fifth of it; so it does 4/3 and 10/3 times as much per ms.
     assert rows[1].forward_ratio == pytest.approx((48 / 2.0) / (32 / 1.0))
     assert rows[1].backward_ratio == pytest.approx((48 / 10.0) / (32 / 2.0))
@@ -101,17 +101,32 @@ def test_a_row_counts_what_is_visited() -> None:
 
 
 def test_the_forward_is_measured_alone_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dense call has nothing to merge with, so it is compared with attention over the pages alone."""
+    """The row's figure is that of training; the dense call has nothing to merge with, so the other stands beside it."""
     inputs = AttentionInputs(TINY, 64, CPU)
     lists = inputs.lists("random", 3)
     pages = (inputs.q_HTD, inputs.pool, inputs.slots_GN, lists)
     alone = page_attention_forward(*pages, scale=TINY.scale)
     merged = page_attention_forward(*pages, scale=TINY.scale, others=inputs.dense)
     tasks = attention.own_tasks(inputs, lists, *merged)
-    for name, wanted in (("forward", alone), ("merged forward", merged)):
+    for name, wanted in (("forward alone", alone), ("forward", merged)):
         found: Any = tasks[name].run(tasks[name].prepare())
         assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
     assert not torch.equal(alone[0], merged[0])
+
+
+def test_pages_in_8_bits_are_checked_and_measured() -> None:
+    sizes = replace(TINY, float8=True)
+    check_kernels(CheckSize(16, 2, 3, 16, 64), torch.float32, CPU, float8=True)
+    rows = list(bench_attention(sizes, made_up, CPU, flex=False))
+    assert all(row.forward.ms == 2.0 for row in rows)
+    inputs, plain = AttentionInputs(sizes, 64, CPU), AttentionInputs(TINY, 64, CPU)
+    assert inputs.scales_GN2 is not None and inputs.pool.element_size() == 1
+    lists = inputs.lists("random", 3)
+    out, exact = (
+        page_attention_forward(x.q_HTD, x.pool, x.slots_GN, lists, scale=TINY.scale, scales_GN2=x.scales_GN2)[0]
+        for x in (inputs, plain)
+    )
+    assert 1e-4 < float((out - exact).norm() / exact.norm()) < 0.1
 
 
 def test_page_gradients_have_a_row_for_each_dtype() -> None:
@@ -155,7 +170,7 @@ def test_the_table_shows_figures_and_gaps() -> None:
     rows = list(bench_attention(TINY, made_up, CPU, flex=False))
     lines = attention_table([*rows, AttentionRow("random", 64, 2**20, notes=("too long",))]).splitlines()
     assert len({line.count("|") for line in lines[:9]}) == 1
-    assert lines[3].startswith("| random | 3 | 64 | 2.00 | 0.00 | 0 | 0.75x | - | +0.125 | float32 | 10.00 |")
+    assert lines[3].startswith("| random | 3 | 64 | 2.00 | 0.00 | 0 | 0.75x | - | 2.12 | float32 | 10.00 |")
     assert lines[3].endswith("| 0.500 | 0.250 | 0 / 0 |") and "| pool + score + top ms |" in lines[0]
     assert lines[8] == "| random | 64 | 1,048,576" + " | -" * 6 + " | float32" + " | -" * 7 + " | - / - |"
     assert lines[9:] == ["- dense is torch over 32 keys", "- too long"]
@@ -340,16 +355,17 @@ def test_tuning_prefers_the_fastest_and_says_what_does_not_run() -> None:
 
     tried: list[str] = []
     results = tune.tune(
-        sizes, measure, CPU, launches=lambda _: {"forward": launch, "backward_q": launch}, on_kernel=tried.append
+        sizes, measure, CPU, launches=lambda _: {"forward": launch, "backward_sum": launch}, on_kernel=tried.append
     )
-    assert tried == ["forward", "backward_q"]
+    assert tried == ["forward", "backward_sum"]
     forward = [result for result in results if result.kernel == "forward"]
     assert forward[0].tiles == fastest and forward[0].tflops == pytest.approx(4 * 4 * 128 * 128 * 16 / 1e-3 / 1e12)
     assert sum(result.is_chosen for result in forward) == 1
     assert forward[-1].tiles.num_stages == 4 and "shared memory" in forward[-1].problem
     assert all(64 % result.tiles.block_m == 0 == 64 % result.tiles.block_n for result in results)
     table = tune.tuning_table(results)
-    assert "| forward | 64 | 32 | 4 | 3 | 1.000 |" in table and "in use" in table and "do not run" in table
+    assert {result.tiles.num_heads for result in results if result.kernel == "backward_sum"} == {1, 2}
+    assert "| forward | 64 | 32 | 4 | 3 | 1 | 1.000 |" in table and "in use" in table and "do not run" in table
     json.dumps([result.as_dict() for result in results], allow_nan=False)
 
 
@@ -373,7 +389,7 @@ def test_quick_run_on_a_gpu(tmp_path: Path, extra: list[str], capsys: pytest.Cap
     assert found == [(kind, dtype) for kind in ("random", "zipf", "hot page") for dtype in grads]
     for row in report["rows"]:
         assert all(row[name] > 0 for name in ("forward_ms", "backward_ms", "index_ms", "selection_ms"))
-        assert row["forward_ms"] + row["merge_ms"] > 0
+        assert row["alone_ms"] > 0
         assert row["forward_ratio"] > 0 and row["backward_ratio"] > 0
         assert (row["flex_forward_ms"] is not None) == ("--flex" in extra)
 
@@ -383,7 +399,7 @@ def test_tuning_on_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "tiles.json"
     assert main(["bench", "attention", "--quick", "--tune", "--page-tokens", "32", "--json", str(path)]) == 0
     results = json.loads(path.read_text())["tuning"]
-    assert {result["kernel"] for result in results} == {"forward", "backward_q", "backward_kv"}
+    assert {result["kernel"] for result in results} == set(get_args(Kernel))
     assert all(result["ms"] or not result["is_chosen"] for result in results)
 
 

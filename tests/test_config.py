@@ -86,6 +86,12 @@ def test_a_key_that_is_no_string_is_an_unknown_key() -> None:
         ("select_per", "head", "'kv_head'"),
         ("causal_selection", "yes", "True or False"),
         ("page_grad_dtype", "float16", "'bfloat16'"),
+        ("offload", "yes", "'auto'"),
+        ("offload", 1, "True or False"),
+        ("device_pages_gib", "40", "a number or 'auto'"),
+        ("device_pages_gib", True, "a number or 'auto'"),
+        ("host_memory_gib", None, "a number or 'auto'"),
+        ("host_memory_gib", "Auto", "a number or 'auto'"),
         ("keep_outputs", "yes", "'auto'"),
         ("keep_outputs", 1, "True or False"),
         ("progress", "on", "'auto'"),
@@ -163,6 +169,33 @@ def test_ranges_of_sparse_settings(settings: dict[str, Any], texts: tuple[str, .
         OombConfig(attention="sparse", **settings)
     for text in texts:
         assert text in str(caught.value), str(caught.value)
+
+
+MEMORY: dict[str, Any] = {"offload": True, "device_pages_gib": 40, "host_memory_gib": 0.5}
+
+
+def test_memory_settings_survive_json() -> None:
+    settings = OombConfig(**MEMORY)
+    assert settings.device_pages_gib == 40.0 and type(settings.device_pages_gib) is float
+    assert OombConfig.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+    assert settings == OombConfig(**{**MEMORY, "device_pages_gib": 40.0})
+    assert OombConfig().offload == OombConfig().device_pages_gib == OombConfig().host_memory_gib == "auto"
+
+
+@pytest.mark.parametrize("name", ["device_pages_gib", "host_memory_gib"])
+@pytest.mark.parametrize("value", [0, -1, -0.5, float("inf"), float("nan")])
+def test_sizes_of_memory(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"(?s){name} must be a size in GiB.*Got {name}=.*{name}='auto'"):
+        OombConfig.from_dict({name: value})
+
+
+@pytest.mark.parametrize("name", ["device_pages_gib", "host_memory_gib"])
+def test_sizes_of_memory_contradict_no_offload(name: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        OombConfig.from_dict({"offload": False, name: 8})
+    assert f"{name}=8.0 with offload=False" in str(caught.value) and "offload='auto'" in str(caught.value)
+    OombConfig.from_dict({"offload": "auto", name: 8})
+    OombConfig.from_dict({"offload": False, name: "auto"})
 
 
 @pytest.mark.parametrize("name", ["chunk_tokens", "page_tokens", "span_tokens"])

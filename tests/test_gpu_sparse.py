@@ -49,6 +49,8 @@ def test_cuts(chunk: int, page: int) -> None:
         {"page_grad_dtype": "bfloat16"},
         {"keep_outputs": False, "keep_last_graph": False},
         {"page_budget": 4},
+        {"page_dtype": "float8"},
+        {"page_dtype": "float8", "page_grad_dtype": "bfloat16", "dense_layers": (0,), "keep_last_graph": False},
         {"sink_pages": 0, "recent_pages": 0},
         {"dense_layers": (0,)},
     ],
@@ -56,6 +58,12 @@ def test_cuts(chunk: int, page: int) -> None:
 def test_settings(settings: dict[str, Any]) -> None:
     lora = with_lora(gpu_model("qwen2 7:1 d128")).cuda()
     assert check_sparse_twice_plain(lora, LAYOUTS["ragged"], gpu_sparse(**settings))
+
+
+@pytest.mark.parametrize("layout", ["ragged", "packed"])
+@pytest.mark.parametrize("model", ["qwen2 7:1 d128", "gemma2 d256 soft cap", "llama d80"])
+def test_pages_in_8_bits_of_dense_and_window_layers(model: str, layout: str) -> None:
+    check_sparse_twice_plain(gpu_model(model), LAYOUTS[layout], gpu_config(256, 32, page_dtype="float8"))
 
 
 @pytest.mark.parametrize("settings", [{}, {"sink_pages": 0, "recent_pages": 0}, {"q_block": 64, "sink_pages": 0}])
@@ -68,7 +76,9 @@ def test_lists_of_every_page_are_dense(model: str, layout: str, settings: dict[s
     assert calls and all(int(call.lists.counts_GB.min()) == len(call.reach.candidates) for call in calls)
 
 
-@pytest.mark.parametrize("settings", [{}, {"page_grad_dtype": "bfloat16"}, {"keep_outputs": False}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"page_grad_dtype": "bfloat16"}, {"keep_outputs": False}, {"page_dtype": "float8"}]
+)
 @pytest.mark.parametrize("model", ["qwen2 7:1 d128", "gemma2 d256 soft cap"])
 def test_deterministic_gives_the_same_bits_twice(model: str, settings: dict[str, Any]) -> None:
     lora = with_lora(gpu_model(model), lora_dropout=0.1).cuda().bfloat16()

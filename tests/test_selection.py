@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from oomb_accel.schedule import Chunk, ChunkSchedule, PageRange
-from oomb_accel.selection import PageSelector, Reach, SelectionSettings
+from oomb_accel.selection import PageSelector, Reach, SelectionSettings, TouchedPages
 from oomb_kernels import PageLists
 from tests.harness.tolerance import assert_same_bits
 
@@ -275,6 +278,32 @@ def test_replay_returns_the_very_lists_and_release_forgets_them() -> None:
         with pytest.raises(KeyError):
             chooser.recorded(layer, chunk)
     chooser.release(chunk)
+
+
+@given(st.integers(1, 70), st.integers(1, 4), st.integers(1, 5), st.integers(0, 1000))
+def test_touched_pages_are_those_that_some_list_names(pages: int, blocks: int, top_k: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(GROUPS, blocks, pages, generator=generator).topk(min(top_k, pages)).indices
+    lists = PageLists(chosen.sort().values.int(), torch.full((GROUPS, blocks), chosen.shape[2]).int(), 8, pages)
+    touched = TouchedPages(lists)()
+    named = [(page, group) for group in range(GROUPS) for page in range(pages) if page in lists.pages_GBK[group]]
+    assert touched.dtype == bool and touched.shape == (pages, GROUPS)
+    assert TouchedPages(lists).numbers().tolist() == np.flatnonzero(touched).tolist()
+    assert list(map(tuple, np.argwhere(touched.T)[:, ::-1].tolist())) == named
+
+
+def test_what_a_chunk_touches_is_told_until_it_is_released() -> None:
+    plan, chooser = long_document(), selector()
+    lists = choose(chooser, random_queries(110), plan)
+    chunk = plan.chunks[-1]
+    touched = chooser.touched(0, chunk)
+    assert touched is not None and touched().sum() == sum(
+        len(lists.pages_GBK[group].unique()) for group in range(GROUPS)
+    )
+    assert chooser.touched(2, chunk) is None, "it did not select"
+    assert chooser.touched(0, plan.chunks[-2]) is None
+    chooser.release(chunk)
+    assert chooser.touched(0, chunk) is None
 
 
 def test_the_same_queries_give_the_same_lists() -> None:

@@ -16,7 +16,9 @@ from oomb_kernels.determinism import deterministic_algorithms
 from oomb_kernels.lse_merge import merge_attention_
 from oomb_kernels.page_accumulate import accumulate_pages
 from oomb_kernels.page_attention import page_attention_backward, page_attention_forward
+from oomb_kernels.page_backward import backward_workspace_bytes
 from oomb_kernels.page_call import check_page_kernels
+from oomb_kernels.page_float8 import FLOAT8, check_float8, quantize_pages
 from oomb_kernels.page_lists import PageLists
 from oomb_kernels.page_select import page_centroids, page_mass, pool_queries, top_pages
 from oomb_kernels.page_store import load_pages, store_pages
@@ -24,13 +26,16 @@ from oomb_kernels.record_copy import CopyMethod, available_copy_methods, best_co
 from oomb_kernels.token_loss import token_log_probs, token_log_probs_backward_
 
 __all__ = [
+    "FLOAT8",
     "AttentionCall",
     "CopyMethod",
     "PageLists",
     "accumulate_pages",
     "available_backends",
     "available_copy_methods",
+    "backward_workspace_bytes",
     "best_copy_method",
+    "check_float8",
     "check_page_kernels",
     "choose_backend",
     "copy_records",
@@ -44,6 +49,7 @@ __all__ = [
     "page_centroids",
     "page_mass",
     "pool_queries",
+    "quantize_pages",
     "store_pages",
     "token_log_probs",
     "token_log_probs_backward_",

@@ -11,7 +11,9 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from oomb_kernels.layout import vector_aligned
+from oomb_kernels.page_float8 import FLOAT8, records_reference
 from oomb_kernels.page_lists import PageLists
+from oomb_kernels.page_tiles import Tiles
 
 LOG2_E = 1.4426950408889634
 _SMALLEST_TILE = 16  # of a matrix product in Triton
@@ -32,6 +34,15 @@ def each_list(lists: PageLists, slots_GN: Tensor, q_HTD: Tensor) -> Iterator[tup
             pages = lists.pages_GBK[g, b, : int(lists.counts_GB[g, b])].long()
             rows = slice(b * lists.block_tokens, min((b + 1) * lists.block_tokens, q_HTD.shape[1]))
             yield slice(g * group, (g + 1) * group), rows, pages, slots_GN[g].long()[pages]
+
+
+def list_values(
+    pool: Tensor, slots: Tensor, scales_GN2: Tensor | None, group: int, pages: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """K and V of a list's pages ``[n * P, D]``, for the references; numbers and slots of the pages are int64."""
+    scales_n2 = None if scales_GN2 is None else scales_GN2[group, pages]
+    k_nPD, v_nPD = records_reference(pool, slots, scales_n2, dtype).unbind(1)
+    return k_nPD.flatten(0, 1), v_nPD.flatten(0, 1)
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
@@ -62,8 +73,16 @@ def rows_of(x_HTD: Tensor, block_m: int) -> TensorDescriptor:
     return TensorDescriptor(x_HTD, list(x_HTD.shape), list(x_HTD.stride()), block)
 
 
+def ds_tiles_of(ds: Tensor, tiles: Tiles) -> TensorDescriptor:
+    """dS in its workspace, for tiles of keys x query rows."""
+    return TensorDescriptor(ds, list(ds.shape), list(ds.stride()), [tiles.block_n, tiles.block_m])
+
+
 def check_page_kernels(dtype: torch.dtype, head_dim: int, page_tokens: int, block_tokens: int) -> None:
     """Refuse sizes that the kernels cannot run, before anything is computed.
+
+    Args:
+        dtype: of the pages.
 
     Raises:
         ValueError: pages or query blocks that no tile divides, or a head_dim that the copy engine cannot step over.
@@ -72,9 +91,10 @@ def check_page_kernels(dtype: torch.dtype, head_dim: int, page_tokens: int, bloc
         return  # runs by the definition, in plain torch
     step = 16 // dtype.itemsize
     if head_dim % step:
+        remedy = "page_dtype='model'" if dtype == FLOAT8 else "attention='dense'"
         raise ValueError(
             f"head_dim must be a multiple of {step} for the sparse kernels in {dtype}.\n  Got {head_dim}.\n"
-            "  Use attention='dense' for this model."
+            f"  Use {remedy} for this model."
         )
     for name, tokens in (("page_tokens", page_tokens), ("q_block", block_tokens)):
         if tokens % _SMALLEST_TILE:
@@ -99,6 +119,25 @@ def check_kernel_inputs(pool: Tensor, lists: PageLists, *tensors: Tensor) -> Non
 def upcast(x, UP: tl.constexpr):  # type: ignore[no-untyped-def]
     """16-bit operands as fp32 in the interpreter, which multiplies bit patterns of bf16."""
     return x.to(tl.float32) if UP else x
+
+
+@triton.jit
+def as_read(tile, page_scale, SCALED: tl.constexpr, UP: tl.constexpr, LIKE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of records; SCALED for e4m3, whose products with the page's scale are numbers of type LIKE."""
+    if SCALED:
+        tile = (tile.to(tl.float32) * page_scale).to(LIKE)
+    return upcast(tile, UP)
+
+
+@triton.jit
+def load_tile(  # type: ignore[no-untyped-def]
+    records, row, scale_at, SCALED: tl.constexpr, UP: tl.constexpr, LIKE: tl.constexpr
+):  # fmt: skip
+    """Rows of records from one on, as they are read."""
+    page_scale = 1.0
+    if SCALED:
+        page_scale = tl.load(scale_at)
+    return as_read(records.load([row, 0]), page_scale, SCALED, UP, LIKE)
 
 
 @triton.jit

@@ -13,6 +13,8 @@ from torch import Tensor
 from oomb_kernels.page_call import (
     check_kernel_inputs,
     each_list,
+    list_values,
+    load_tile,
     numeric_mode,
     records_of,
     score_factors,
@@ -33,6 +35,7 @@ def page_attention_forward_reference(
     scale: float,
     softcap: float | None = None,
     others: tuple[Tensor, Tensor] | None = None,
+    scales_GN2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition of `page_attention_forward`, in plain torch."""
     wide = torch.promote_types(q_HTD.dtype, torch.float32)
@@ -42,10 +45,11 @@ def page_attention_forward_reference(
     if others is not None:
         out_HTD.copy_(others[0])
         lse_HT.copy_(others[1])
-    for heads, rows, _, slots in each_list(lists, slots_GN, q_HTD):
+    for heads, rows, pages, slots in each_list(lists, slots_GN, q_HTD):
         if not slots.numel():
             continue
-        k, v = pool[slots, 0].flatten(0, 1).to(wide), pool[slots, 1].flatten(0, 1).to(wide)
+        group = heads.start * len(slots_GN) // num_heads
+        k, v = list_values(pool, slots, scales_GN2, group, pages, wide)
         scores = scores_of(q_HTD[heads, rows].to(wide), k, scale, softcap)
         before, now = lse_HT[heads, rows], torch.logsumexp(scores, -1)
         total = torch.logaddexp(before, now)
@@ -57,17 +61,17 @@ def page_attention_forward_reference(
 
 @triton.jit
 def _walk(  # type: ignore[no-untyped-def]
-    q, records, list_at, num_steps, top, total, acc, factor, cap,
-    ONLINE: tl.constexpr, SOFTCAP: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, records, list_at, scales_at, num_steps, top, total, acc, factor, cap,
+    ONLINE: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
     UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The softmax over the pages of one list. ONLINE raises the reference `top` as larger scores come; otherwise it
     # stays what the other keys gave, which saves a row maximum and a rescaling of the accumulator at every step.
     SUBS: tl.constexpr = P // BLOCK_N
-    for step in range(num_steps):
+    for step in tl.range(0, num_steps, disable_licm=True):  # else addresses of tiles fill registers, and spill
         row = tl.load(list_at + step // SUBS) * (2 * P) + (step % SUBS) * BLOCK_N
-        k = upcast(records.load([row, 0]), UP)
-        v = upcast(records.load([row + P, 0]), UP)
+        k = load_tile(records, row, scales_at + 2 * (step // SUBS), SCALED, UP, q.dtype)
+        v = load_tile(records, row + P, scales_at + 2 * (step // SUBS) + 1, SCALED, UP, q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
         if SOFTCAP:
             s = cap * tanh(s)
@@ -85,11 +89,12 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "list_room"])
 def _page_forward_kernel(  # type: ignore[no-untyped-def]
-    q, records, slots, counts, out, lse, other_out, other_lse,
+    q, records, slots, counts, scales, out, lse, other_out, other_lse,
     num_tokens, num_blocks, list_room, factor, cap,
     q_stride_h, q_stride_t, out_stride_h, out_stride_t, lse_stride_h,
     other_stride_h, other_stride_t, other_lse_stride_h, other_lse_stride_t,
-    GROUP: tl.constexpr, Q_BLOCK: tl.constexpr, OTHERS: tl.constexpr, LIMIT: tl.constexpr, SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr, Q_BLOCK: tl.constexpr, OTHERS: tl.constexpr, LIMIT: tl.constexpr,
+    SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     P: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -108,6 +113,7 @@ def _page_forward_kernel(  # type: ignore[no-untyped-def]
     list_number = group * num_blocks + block
     num_steps = tl.load(counts + list_number) * (P // BLOCK_N)
     list_at = slots + list_number.to(tl.int64) * list_room
+    scales_at = scales + list_number.to(tl.int64) * list_room * 2
     if OTHERS:
         other_lse_at = other_lse + head * other_lse_stride_h + row.to(tl.int64) * other_lse_stride_t
         top = tl.load(other_lse_at, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -115,8 +121,8 @@ def _page_forward_kernel(  # type: ignore[no-untyped-def]
         other_at = other_out + head * other_stride_h + token * other_stride_t + col[None, :]
         acc = tl.load(other_at, mask=inside, other=0.0).to(tl.float32)
         top, total, acc = _walk(
-            q_tile, records, list_at, num_steps, top, total, acc, factor, cap,
-            False, SOFTCAP, P, BLOCK_N, UP, PRECISION,
+            q_tile, records, list_at, scales_at, num_steps, top, total, acc, factor, cap,
+            False, SCALED, SOFTCAP, P, BLOCK_N, UP, PRECISION,
         )  # fmt: skip
         # Weights that the dtype of the product cannot hold, or a row without other keys: once more, online.
         if tl.max(tl.where(total < LIMIT, 0, 1), 0) == 1:
@@ -124,16 +130,16 @@ def _page_forward_kernel(  # type: ignore[no-untyped-def]
             total = tl.where(top == float("-inf"), 0.0, 1.0)
             acc = tl.load(other_at, mask=inside, other=0.0).to(tl.float32)
             top, total, acc = _walk(
-                q_tile, records, list_at, num_steps, top, total, acc, factor, cap,
-                True, SOFTCAP, P, BLOCK_N, UP, PRECISION,
+                q_tile, records, list_at, scales_at, num_steps, top, total, acc, factor, cap,
+                True, SCALED, SOFTCAP, P, BLOCK_N, UP, PRECISION,
             )  # fmt: skip
     else:
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         top, total, acc = _walk(
-            q_tile, records, list_at, num_steps, top, total, acc, factor, cap,
-            True, SOFTCAP, P, BLOCK_N, UP, PRECISION,
+            q_tile, records, list_at, scales_at, num_steps, top, total, acc, factor, cap,
+            True, SCALED, SOFTCAP, P, BLOCK_N, UP, PRECISION,
         )  # fmt: skip
     safe = tl.where(total > 0, total, 1.0)
     tl.store(out + head * out_stride_h + token * out_stride_t + col[None, :], acc / safe[:, None], mask=inside)
@@ -150,6 +156,7 @@ def launch_page_attention_forward(
     scale: float,
     softcap: float | None = None,
     others: tuple[Tensor, Tensor] | None = None,
+    scales_GN2: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The Triton kernel of `page_attention_forward`, for 16 and 32 bits."""
@@ -163,16 +170,19 @@ def launch_page_attention_forward(
     if num_tokens == 0:
         return out_HTD, lse_HT
     tiles = tiles or choose_tiles(
-        "forward", head_dim, page_tokens, lists.block_tokens, q_HTD.element_size(), shared_memory_of(q_HTD.device)
-    )
+        "forward", head_dim, page_tokens, lists.block_tokens, q_HTD.element_size(), shared_memory_of(q_HTD.device),
+        float8=scales_GN2 is not None,
+    )  # fmt: skip
     with torch.cuda.device_of(q_HTD):
         _page_forward_kernel[(num_heads // num_groups, triton.cdiv(num_tokens, tiles.block_m), num_groups)](
             q_HTD, records_of(pool, tiles.block_n), lists.slots_GBK(slots_GN), lists.counts_GB,
+            lse_HT if scales_GN2 is None else lists.scales_GBK2(scales_GN2),
             out_HTD, lse_HT, other_out, other_lse,
             num_tokens, num_blocks, room, *score_factors(scale, softcap),
             *q_HTD.stride()[:2], *out_HTD.stride()[:2], lse_HT.stride(0), *other_out.stride()[:2], *other_lse.stride(),
             GROUP=num_heads // num_groups, Q_BLOCK=lists.block_tokens, OTHERS=others is not None,
-            LIMIT=2.0**15 if q_HTD.dtype == torch.float16 else 2.0**100, SOFTCAP=softcap is not None,
+            LIMIT=2.0**15 if q_HTD.dtype == torch.float16 else 2.0**100,
+            SCALED=scales_GN2 is not None, SOFTCAP=softcap is not None,
             P=page_tokens, D=head_dim, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             BLOCK_D=triton.next_power_of_2(head_dim), **numeric_mode(q_HTD),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,

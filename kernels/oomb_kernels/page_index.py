@@ -75,13 +75,14 @@ def build_page_index_reference(lists: PageLists, max_blocks: int) -> PageIndex:
         ends_3K,
         keys[cut_K].int(),
         max_blocks,
-        _max_partials(lists, max_blocks),
+        max_partials(lists.pages_GBK.numel(), max_blocks),
     )
 
 
-def _max_partials(lists: PageLists, max_blocks: int) -> int:
-    """Units of cut pages: a page of c > m blocks has at most (c + m - 1) / m, that is below 2c / (m + 1)."""
-    return 2 * lists.pages_GBK.numel() // (max_blocks + 1)
+def max_partials(num_entries: int, max_blocks: int) -> int:
+    """Units of cut pages, of all lists' entries: a page of c > m blocks has at most (c + m - 1) / m, that is below
+    2c / (m + 1)."""
+    return 2 * num_entries // (max_blocks + 1)
 
 
 @triton.jit(do_not_specialize=["num_pages", "room", "num_blocks"])
@@ -171,8 +172,8 @@ def launch_build_page_index(lists: PageLists, max_blocks: int) -> PageIndex:
     counts_K = torch.empty(num_keys, dtype=torch.int32, device=device)
     # A page has at most as many units as blocks, so there are no more units than list entries.
     units_U2 = torch.empty(max(lists.pages_GBK.numel(), 1), 2, dtype=torch.int32, device=device)
-    max_partials = _max_partials(lists, max_blocks)
-    cut_pages_U = torch.empty(max(max_partials, 1), dtype=torch.int32, device=device)
+    most_partials = max_partials(lists.pages_GBK.numel(), max_blocks)
+    cut_pages_U = torch.empty(max(most_partials, 1), dtype=torch.int32, device=device)
     block_b = triton.next_power_of_2(num_blocks)
     block_keys = max(1, min(64, _TILE_ELEMENTS // block_b))
     grid = (triton.cdiv(lists.num_pages, block_keys), num_groups)
@@ -191,7 +192,7 @@ def launch_build_page_index(lists: PageLists, max_blocks: int) -> PageIndex:
             counts_K, ends_3K, bin_units.cumsum(0, dtype=torch.int32), units_U2, cut_pages_U,
             lists.num_pages, max_blocks, BINS=_BINS, BLOCK_KEYS=block_keys,
         )  # fmt: skip
-    return PageIndex(visits_KB, counts_K, units_U2, ends_3K, cut_pages_U, max_blocks, max_partials)
+    return PageIndex(visits_KB, counts_K, units_U2, ends_3K, cut_pages_U, max_blocks, most_partials)
 
 
 @torch.no_grad()

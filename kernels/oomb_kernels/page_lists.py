@@ -33,3 +33,12 @@ class PageLists:
         """
         num_groups = slots_GN.shape[0]
         return slots_GN.gather(1, self.pages_GBK.view(num_groups, -1).long()).view(self.pages_GBK.shape)
+
+    def scales_GBK2(self, scales_GN2: Tensor) -> Tensor:
+        """The scales of each entry's K and V.
+
+        Args:
+            scales_GN2: fp32, of each candidate page.
+        """
+        pages_GL2 = self.pages_GBK.view(scales_GN2.shape[0], -1, 1).long().expand(-1, -1, 2)
+        return scales_GN2.gather(1, pages_GL2).view(*self.pages_GBK.shape, 2)

@@ -87,8 +87,8 @@ def _load_rows(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr, SHARES: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
-    # The place's rows, and which of them exist: of BLOCKS whole blocks, or one of the SHARES of one. Rows of a block are
-    # numbered head by head.
+    # The place's rows, and which of them exist: of BLOCKS whole blocks, or one of the SHARES of one. Rows of a block
+    # are numbered head by head.
     ROWS: tl.constexpr = BLOCK_M // BLOCKS
     number = tl.arange(0, BLOCK_M)
     block = place // SHARES * BLOCKS + number // ROWS

@@ -1,7 +1,8 @@
 """Moving whole pages of K and V between token-ordered tensors and page records in a pool.
 
 Suffixes as in `attention_call`; S slots of a pool, n pages of one KV head. A record is [2, P, D]: K, then V.
-`slots_GN` names the record of every (KV head, page) in token order; no slot may be named twice.
+`slots_GN` names the record of every (KV head, page) in token order; no slot may be named twice. A pool in e4m3 comes
+with the scales of these pages, see `page_float8`.
 """
 
 import torch
@@ -9,19 +10,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oomb_kernels.page_float8 import FLOAT8, launch_quantize_pages, quantize_pages, records_reference
+
 _TILE_ELEMENTS = 8192
 
 
-def store_pages_reference(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor) -> None:
+def store_pages_reference(
+    pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor, scales_GN2: Tensor | None = None
+) -> None:
     """The definition of `store_pages`, in plain torch."""
     pages = (slots_GN.shape[1], pool.shape[2])
+    if scales_GN2 is not None:
+        codes, scales = zip(*(quantize_pages(x.unflatten(1, pages)) for x in (k_GTD, v_GTD)), strict=True)
+        pool.view(torch.uint8)[slots_GN.long()] = torch.stack(codes, dim=2).view(torch.uint8)
+        scales_GN2.copy_(torch.stack(scales, dim=2))
+        return
     record_GN2PD = torch.stack([k_GTD.unflatten(1, pages), v_GTD.unflatten(1, pages)], dim=2)
     pool[slots_GN.long()] = record_GN2PD.to(pool.dtype)
 
 
-def load_pages_reference(pool: Tensor, slots_GN: Tensor) -> tuple[Tensor, Tensor]:
+def load_pages_reference(
+    pool: Tensor, slots_GN: Tensor, scales_GN2: Tensor | None = None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """The definition of `load_pages`, in plain torch."""
-    record_GN2PD = pool[slots_GN.long()]
+    record_GN2PD = records_reference(pool, slots_GN.long(), scales_GN2, dtype or pool.dtype)
     record_GN2PD[slots_GN < 0] = 0
     k_GNPD, v_GNPD = record_GN2PD.unbind(2)
     return k_GNPD.flatten(1, 2).contiguous(), v_GNPD.flatten(1, 2).contiguous()
@@ -29,9 +41,10 @@ def load_pages_reference(pool: Tensor, slots_GN: Tensor) -> tuple[Tensor, Tensor
 
 @triton.jit
 def _move_pages_kernel(  # type: ignore[no-untyped-def]
-    pool, slots, k, v,
-    slots_stride_g, slots_stride_n, k_stride_g, k_stride_t, v_stride_g, v_stride_t,
-    STORE: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    pool, slots, k, v, scales,
+    slots_stride_g, slots_stride_n, k_stride_g, k_stride_t, v_stride_g, v_stride_t, scales_stride_g, scales_stride_n,
+    STORE: tl.constexpr, SCALED: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # grid: (pages, KV heads, row blocks of a page)
     page = tl.program_id(0).to(tl.int64)
@@ -50,11 +63,19 @@ def _move_pages_kernel(  # type: ignore[no-untyped-def]
         tl.store(record_k, tl.load(k_at, mask=valid), mask=valid)
         tl.store(record_v, tl.load(v_at, mask=valid), mask=valid)
     else:
-        tl.store(k_at, tl.load(record_k, mask=there, other=0.0), mask=valid)
-        tl.store(v_at, tl.load(record_v, mask=there, other=0.0), mask=valid)
+        k_tile = tl.load(record_k, mask=there, other=0.0)
+        v_tile = tl.load(record_v, mask=there, other=0.0)
+        if SCALED:
+            scale_at = scales + group * scales_stride_g + page * scales_stride_n
+            k_tile = tl.where(there, k_tile.to(tl.float32) * tl.load(scale_at), 0.0)
+            v_tile = tl.where(there, v_tile.to(tl.float32) * tl.load(scale_at + 1), 0.0)
+        tl.store(k_at, k_tile, mask=valid)
+        tl.store(v_at, v_tile, mask=valid)
 
 
-def _launch_move_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor, *, store: bool) -> None:
+def _launch_move_pages(
+    pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor, scales_GN2: Tensor | None = None, *, store: bool
+) -> None:
     num_groups, num_pages = slots_GN.shape
     page_tokens, head_dim = pool.shape[2:]
     assert pool.is_contiguous() and k_GTD.stride(-1) == v_GTD.stride(-1) == 1
@@ -64,49 +85,69 @@ def _launch_move_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Ten
     block_p = min(triton.next_power_of_2(page_tokens), max(1, _TILE_ELEMENTS // block_d))
     with torch.cuda.device_of(pool):
         _move_pages_kernel[(num_pages, num_groups, triton.cdiv(page_tokens, block_p))](
-            pool, slots_GN, k_GTD, v_GTD,
+            pool, slots_GN, k_GTD, v_GTD, pool if scales_GN2 is None else scales_GN2,
             *slots_GN.stride(), *k_GTD.stride()[:2], *v_GTD.stride()[:2],
-            STORE=store, P=page_tokens, D=head_dim, BLOCK_P=block_p, BLOCK_D=block_d,
+            *((0, 0) if scales_GN2 is None else scales_GN2.stride()[:2]),
+            STORE=store, SCALED=scales_GN2 is not None, P=page_tokens, D=head_dim, BLOCK_P=block_p, BLOCK_D=block_d,
         )  # fmt: skip
 
 
-def launch_store_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor) -> None:
-    """The Triton kernel of `store_pages`."""
-    _launch_move_pages(pool, slots_GN, k_GTD, v_GTD, store=True)
+def launch_store_pages(
+    pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor, scales_GN2: Tensor | None = None
+) -> None:
+    """The Triton kernels of `store_pages`."""
+    if scales_GN2 is None:
+        _launch_move_pages(pool, slots_GN, k_GTD, v_GTD, store=True)
+    else:
+        launch_quantize_pages(pool, slots_GN, k_GTD, v_GTD, scales_GN2)
 
 
-def launch_load_pages(pool: Tensor, slots_GN: Tensor) -> tuple[Tensor, Tensor]:
+def launch_load_pages(
+    pool: Tensor, slots_GN: Tensor, scales_GN2: Tensor | None = None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """The Triton kernel of `load_pages`."""
     num_groups, num_pages = slots_GN.shape
-    k_GTD, v_GTD = pool.new_empty(2, num_groups, num_pages * pool.shape[2], pool.shape[3]).unbind(0)
-    _launch_move_pages(pool, slots_GN, k_GTD, v_GTD, store=False)
+    size = (2, num_groups, num_pages * pool.shape[2], pool.shape[3])
+    k_GTD, v_GTD = pool.new_empty(size, dtype=dtype or pool.dtype).unbind(0)
+    _launch_move_pages(pool, slots_GN, k_GTD, v_GTD, scales_GN2, store=False)
     return k_GTD, v_GTD
 
 
 @torch.no_grad()
-def store_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor) -> None:
+def store_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor, scales_GN2: Tensor | None = None) -> None:
     """Writes whole pages: tokens i*P to (i+1)*P of KV head g go to record `slots_GN[g, i]`.
 
     Args:
         pool: [S, 2, P, D], contiguous.
         slots_GN: int32, distinct, on the pool's device.
         k_GTD, v_GTD: [G, n*P, D], last dimension contiguous; rounded to the pool's dtype.
+        scales_GN2: for a pool in e4m3, and only there: fp32, where the scales of K and V go; last dimension contiguous.
     """
-    _check_pages(pool, slots_GN, k_GTD, v_GTD)
-    if pool.is_cuda:
-        launch_store_pages(pool, slots_GN, k_GTD, v_GTD)
+    _check_pages(pool, slots_GN, k_GTD, v_GTD, scales_GN2)
+    if pool.is_cuda and (scales_GN2 is None or k_GTD.dtype != torch.float64):
+        launch_store_pages(pool, slots_GN, k_GTD, v_GTD, scales_GN2)
     else:
-        store_pages_reference(pool, slots_GN, k_GTD, v_GTD)
+        store_pages_reference(pool, slots_GN, k_GTD, v_GTD, scales_GN2)
 
 
 @torch.no_grad()
-def load_pages(pool: Tensor, slots_GN: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `store_pages`: k_GTD and v_GTD, [G, n*P, D], contiguous, in the pool's dtype. A slot of -1 is a page
-    of zeros."""
-    return launch_load_pages(pool, slots_GN) if pool.is_cuda else load_pages_reference(pool, slots_GN)
+def load_pages(
+    pool: Tensor, slots_GN: Tensor, scales_GN2: Tensor | None = None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """The inverse of `store_pages`: k_GTD and v_GTD, [G, n*P, D], contiguous. A slot of -1 is a page of zeros.
+
+    Args:
+        scales_GN2: as they were stored, with a pool in e4m3.
+        dtype: of what is returned; None is the pool's, which e4m3 cannot be.
+    """
+    assert (pool.dtype == FLOAT8) == (scales_GN2 is not None) == (dtype is not None), f"{pool.dtype} as {dtype}"
+    run = launch_load_pages if pool.is_cuda and dtype != torch.float64 else load_pages_reference
+    return run(pool, slots_GN, scales_GN2, dtype)
 
 
-def _check_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor) -> None:
+def _check_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor, scales_GN2: Tensor | None) -> None:
     num_groups, num_pages = slots_GN.shape
     expected = (num_groups, num_pages * pool.shape[2], pool.shape[3])
     assert k_GTD.shape == v_GTD.shape == expected, f"{tuple(k_GTD.shape)}, {tuple(v_GTD.shape)} for {expected}"
+    assert (pool.dtype == FLOAT8) == (scales_GN2 is not None), f"{pool.dtype} pages, scales {scales_GN2 is not None}"
+    assert scales_GN2 is None or scales_GN2.shape == (num_groups, num_pages, 2), "scales of K and V of each page"

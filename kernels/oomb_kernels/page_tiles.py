@@ -25,6 +25,8 @@ class Tiles:
     """Tokens of a tile of a page; divides the page."""
     num_warps: int
     num_stages: int
+    num_heads: int = 1
+    """Query heads of a program, 1 or 2. Only the sum of dQ takes two, which share what they load of K."""
 
 
 # For pages and query blocks of at least 128 tokens; others are cut down from these.
@@ -36,22 +38,30 @@ _TILES: dict[tuple[Kernel, int], Tiles] = {
     ("backward_q", 128): Tiles(128, 128, 8, 2),
     ("backward_q", 256): Tiles(64, 64, 8, 2),
     ("backward_kv", 64): Tiles(64, 128, 8, 3),
-    ("backward_kv", 128): Tiles(64, 64, 4, 2),
+    ("backward_kv", 128): Tiles(32, 64, 4, 4),
     ("backward_kv", 256): Tiles(32, 64, 8, 2),
     ("backward_sum", 64): Tiles(128, 64, 4, 4),
-    ("backward_sum", 128): Tiles(128, 64, 4, 3),
+    ("backward_sum", 128): Tiles(128, 64, 8, 4, 2),
     ("backward_sum", 256): Tiles(128, 64, 8, 3),
 }
 
 
 def choose_tiles(
-    kernel: Kernel, head_dim: int, page_tokens: int, block_tokens: int, itemsize: int, shared_bytes: int
+    kernel: Kernel,
+    head_dim: int,
+    page_tokens: int,
+    block_tokens: int,
+    itemsize: int,
+    shared_bytes: int,
+    *,
+    float8: bool = False,
 ) -> Tiles:
     """The configuration for a call: the measured one, or the next smaller one that the device has the memory for.
 
     Args:
         itemsize: bytes of an element of q; tiles of 4 bytes are half as wide.
         shared_bytes: shared memory that one program may take, see `shared_memory_of`.
+        float8: pages are in e4m3.
 
     Returns: of those that fit the one with the largest block_m, then block_n, then num_stages; if none fits, the
         smallest, which Triton refuses to launch with a message of its own.
@@ -66,38 +76,41 @@ def choose_tiles(
         return min(measured.num_warps, 4 if block_m * block_n <= 64 * 64 else 8)
 
     options = [
-        Tiles(block_m, block_n, warps(block_m, block_n), num_stages)
+        Tiles(block_m, block_n, warps(block_m, block_n), num_stages, measured.num_heads)
         for block_m in _halvings(_divisor(min(block_tokens, measured.block_m, limit), block_tokens))
         for block_n in _halvings(_divisor(min(page_tokens, measured.block_n, limit), page_tokens))
         for num_stages in range(measured.num_stages, 0, -1)
     ]
-    fitting = (tiles for tiles in options if shared_estimate(kernel, tiles, head_dim, itemsize) <= shared_bytes)
+    fitting = (t for t in options if shared_estimate(kernel, t, head_dim, itemsize, float8=float8) <= shared_bytes)
     return next(fitting, options[-1])
 
 
-def shared_estimate(kernel: Kernel, tiles: Tiles, head_dim: int, itemsize: int) -> int:
+def shared_estimate(kernel: Kernel, tiles: Tiles, head_dim: int, itemsize: int, *, float8: bool = False) -> int:
     """Bytes of shared memory that a launch takes at most, on sm_80, sm_89, sm_90 and sm_120.
 
     A program holds the tiles of its own rows and streams two tiles of the other side, each as often as the pipeline
     has stages. The forward and dQ never hold more than two of those: they first have to load where the next page is,
     which takes up the other stages. The owners of pages hold a tile of dS on its way out; the sum of dQ holds nothing
     but what it streams, dS and K. In 16 bits Hopper takes this to within 2 KiB in most calls, the other architectures
-    less. Calibrated on Triton 3.6.
+    less. Tiles in e4m3 are held as they come and as they are multiplied. Calibrated on Triton 3.6.
     """
     width = triton.next_power_of_2(head_dim)
     if kernel == "backward_sum":
-        return itemsize * tiles.num_stages * tiles.block_n * (tiles.block_m + width) + _SMALL_BYTES
+        row_bytes = itemsize * tiles.num_heads * tiles.block_m + (1 if float8 else itemsize) * width
+        converted = itemsize * tiles.block_n * width if float8 else 0
+        return tiles.num_stages * tiles.block_n * row_bytes + converted + _SMALL_BYTES
     streams_records = kernel != "backward_kv"
     own, other = (tiles.block_m, tiles.block_n) if streams_records else (tiles.block_n, tiles.block_m)
     held = own if kernel == "forward" else 2 * own
     depth = min(tiles.num_stages, 2) if streams_records else tiles.num_stages
-    elements = width * (held + depth * 2 * other)
+    elements = width * (held + (1 if float8 and streams_records else depth) * 2 * other)
     if itemsize > 2:
         # FMA reads weights from there as well, and dK and dV a copy of their query rows in another layout.
         elements += tiles.block_m * (tiles.block_n if streams_records else max(tiles.block_n, width))
     elif not streams_records:
         elements += tiles.block_m * tiles.block_n
-    return itemsize * elements + _SMALL_BYTES
+    codes = width * 2 * tiles.block_n * (depth if streams_records else 1) if float8 else 0
+    return itemsize * elements + codes + _SMALL_BYTES
 
 
 def shared_memory_of(device: torch.device) -> int:

@@ -30,6 +30,7 @@ from oomb_kernels import (
     page_attention_forward,
     page_mass,
     pool_queries,
+    quantize_pages,
     top_pages,
 )
 from oomb_kernels.page_backward import unit_blocks
@@ -60,6 +61,8 @@ class AttentionSizes:
     """Keys of the dense library's call."""
     page_grad_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     """Of the page gradients that the backward adds to: a row each, measured in the same turns."""
+    float8: bool = False
+    """Pages in e4m3 with scales."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -124,6 +127,10 @@ class AttentionInputs:
         self.grad_pools = {dtype: torch.zeros_like(self.pool, dtype=dtype) for dtype in sizes.page_grad_dtypes}
         order = torch.randperm(len(self.pool), device=device, generator=generator)
         self.slots_GN = order.view(sizes.num_groups, self.num_pages).int()
+        self.scales_GN2: Tensor | None = None
+        if sizes.float8:
+            self.pool, scales_S2 = quantize_pages(self.pool)
+            self.scales_GN2 = scales_S2[self.slots_GN.long()]
         self.parts = parts_of(sizes.page_tokens)
         self.centroids_GCD = torch.randn(sizes.num_groups, self.num_pages * self.parts, sizes.head_dim, **as_tensor)
         self.span_k, self.span_v = torch.randn(2, sizes.num_groups, sizes.span_tokens, sizes.head_dim, **as_tensor)
@@ -175,7 +182,7 @@ def bench_attention(
         RuntimeError: the kernels are wrong; nothing is measured then.
     """
     size = CheckSize(sizes.head_dim, sizes.num_groups, sizes.group, sizes.page_tokens, sizes.block_tokens)
-    check_kernels(size, sizes.dtype, device, sizes.page_grad_dtypes)
+    check_kernels(size, sizes.dtype, device, sizes.page_grad_dtypes, float8=sizes.float8)
     inputs: AttentionInputs | None = None
     compiled: Callable[..., Any] | None = None
     for kind, top_k, past in sizes.configurations():
@@ -192,14 +199,17 @@ def bench_attention(
 
 
 def own_tasks(inputs: AttentionInputs, lists: PageLists, out_HTD: Tensor, lse_HT: Tensor) -> dict[str, Task]:
-    """The page kernels: the forward alone, which is what a dense library's call does, and merged with attention over
-    other keys, as training calls it. The backward is that of training: it gets the merged output and LSE, and adds to
-    a dQ and to page gradients.
+    """The page kernels as training calls them: the forward goes on from attention over other keys, with which it is
+    merged, and the backward gets the merged output and LSE, and adds to a dQ and to page gradients. And the forward
+    over the pages alone.
     """
     sizes, slots_GN, top_k = inputs.sizes, inputs.slots_GN, lists.pages_GBK.shape[-1]
+    scales_GN2 = inputs.scales_GN2
 
     def forward(others: tuple[Tensor, Tensor] | None) -> object:
-        return page_attention_forward(inputs.q_HTD, inputs.pool, slots_GN, lists, scale=sizes.scale, others=others)
+        return page_attention_forward(
+            inputs.q_HTD, inputs.pool, slots_GN, lists, scale=sizes.scale, others=others, scales_GN2=scales_GN2
+        )
 
     def backward(grad_pool: Tensor) -> object:
         return page_attention_backward(
@@ -215,6 +225,7 @@ def own_tasks(inputs: AttentionInputs, lists: PageLists, out_HTD: Tensor, lse_HT
             scale=sizes.scale,
             seed=0,
             dq_HTD=inputs.dense[0],
+            scales_GN2=scales_GN2,
         )
 
     def select(_: Any) -> object:
@@ -233,8 +244,8 @@ def own_tasks(inputs: AttentionInputs, lists: PageLists, out_HTD: Tensor, lse_HT
         for dtype, pool in inputs.grad_pools.items()
     }
     return {
-        "forward": Task(lambda _: forward(None)),
-        "merged forward": Task(lambda _: forward(inputs.dense)),
+        "forward": Task(lambda _: forward(inputs.dense)),
+        "forward alone": Task(lambda _: forward(None)),
         **backwards,
         "index": Task(lambda _: build_page_index(lists, unit_blocks(lists, inputs.pool[0].numel()))),
         "selection": Task(select),
@@ -248,7 +259,13 @@ def _measured(
     sizes, row = inputs.sizes, rows[0]
     lists = inputs.lists(row.lists, row.top_k)  # type: ignore[arg-type]
     merged = page_attention_forward(
-        inputs.q_HTD, inputs.pool, inputs.slots_GN, lists, scale=sizes.scale, others=inputs.dense
+        inputs.q_HTD,
+        inputs.pool,
+        inputs.slots_GN,
+        lists,
+        scale=sizes.scale,
+        others=inputs.dense,
+        scales_GN2=inputs.scales_GN2,
     )
     span = (inputs.span_k, inputs.span_v)
     tasks = own_tasks(inputs, lists, *merged)
@@ -287,7 +304,7 @@ def _measured(
         replace(
             row,
             forward=timed("forward", visited),
-            merge_ms=ms["merged forward"] - ms["forward"],
+            alone_ms=ms["forward alone"],
             backward=timed(f"backward {row.page_grads}", BACKWARD * visited),
             index_ms=ms["index"],
             selection_ms=ms["selection"],

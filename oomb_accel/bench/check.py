@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from oomb_kernels import PageLists, page_attention_backward, page_attention_forward
+from oomb_kernels import PageLists, page_attention_backward, page_attention_forward, quantize_pages
 
 _PAGES, _TOP_K, _OTHER_KEYS = 6, 3, 48
 _BLOCKS = 14
@@ -41,6 +41,9 @@ class _Case(NamedTuple):
     lists: PageLists
     others_GO2D: Tensor
     scale: float
+    stored: Tensor
+    """The pool as the kernels are given it: ``pool`` is what they read in it."""
+    scales_GN2: Tensor | None
 
 
 class _Answer(NamedTuple):
@@ -58,6 +61,8 @@ def check_kernels(
     dtype: torch.dtype,
     device: torch.device,
     page_grad_dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+    *,
+    float8: bool = False,
 ) -> dict[str, tuple[float, float]]:
     """Run a small case as training would: beside other keys, and with page gradients that hold something already; and
     attention over the pages alone.
@@ -70,7 +75,7 @@ def check_kernels(
     Raises:
         RuntimeError: a result is wrong.
     """
-    case = _random_case(size, dtype, device)
+    case = _random_case(size, dtype, device, float8=float8)
     truth, plain = _by_definition(case, torch.float64), _by_definition(case, dtype)
     found: dict[str, tuple[float, float]] = {}
 
@@ -100,7 +105,7 @@ def check_kernels(
     return found
 
 
-def _random_case(size: CheckSize, dtype: torch.dtype, device: torch.device) -> _Case:
+def _random_case(size: CheckSize, dtype: torch.dtype, device: torch.device, *, float8: bool) -> _Case:
     generator = torch.Generator(device=device).manual_seed(1)
     num_heads, num_tokens = size.num_groups * size.group, _BLOCKS * size.block_tokens - size.block_tokens // 3
 
@@ -110,6 +115,11 @@ def _random_case(size: CheckSize, dtype: torch.dtype, device: torch.device) -> _
     q_HTD, dout_HTD = (random(num_tokens, num_heads, size.head_dim).transpose(0, 1) for _ in range(2))
     pool = random(size.num_groups * _PAGES, 2, size.page_tokens, size.head_dim)
     order = torch.randperm(len(pool), device=device, generator=generator)
+    stored, scales_GN2 = pool, None
+    if float8:
+        stored, scales_S2 = quantize_pages(pool)
+        pool = (stored.float() * scales_S2[..., None, None]).to(dtype)
+        scales_GN2 = scales_S2[order].view(size.num_groups, _PAGES, 2)
     return _Case(
         dout_HTD,
         q_HTD,
@@ -118,6 +128,8 @@ def _random_case(size: CheckSize, dtype: torch.dtype, device: torch.device) -> _
         _lists(size, device, generator),
         random(size.num_groups, _OTHER_KEYS, 2, size.head_dim),
         size.head_dim**-0.5,
+        stored,
+        scales_GN2,
     )
 
 
@@ -132,7 +144,15 @@ def _lists(size: CheckSize, device: torch.device, generator: torch.Generator) ->
 
 
 def _forward(case: _Case, others: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    return page_attention_forward(case.q_HTD, case.pool, case.slots_GN, case.lists, scale=case.scale, others=others)
+    return page_attention_forward(
+        case.q_HTD,
+        case.stored,
+        case.slots_GN,
+        case.lists,
+        scale=case.scale,
+        others=others,
+        scales_GN2=case.scales_GN2,
+    )
 
 
 def _other_part(case: _Case, truth: _Answer) -> tuple[Tensor, Tensor]:
@@ -159,7 +179,7 @@ def _backward(case: _Case, truth: _Answer, grad_dtype: torch.dtype) -> tuple[Ten
         case.q_HTD,
         out_HTD,
         lse_HT,
-        case.pool,
+        case.stored,
         case.slots_GN,
         grad_pool,
         case.slots_GN,
@@ -167,6 +187,7 @@ def _backward(case: _Case, truth: _Answer, grad_dtype: torch.dtype) -> tuple[Ten
         scale=case.scale,
         seed=0,
         dq_HTD=truth.other_dq_HTD.to(case.q_HTD.dtype),
+        scales_GN2=case.scales_GN2,
     )
     return dq_HTD, before.double(), grad_pool.double()
 

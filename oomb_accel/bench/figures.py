@@ -49,10 +49,10 @@ class AttentionRow:
     page_grads: str = "float32"
     """Dtype of the page gradients that the backward adds to."""
     forward: Timed = NOT_MEASURED
-    """Attention over the listed pages alone."""
-    merge_ms: float = math.nan
-    """What it takes longer when it is merged with attention over other keys, as in training. It may be less than
-    nothing: with their LSE as reference the kernel takes no row maximum."""
+    """Attention over the listed pages, merged with attention over other keys, as in training."""
+    alone_ms: float = math.nan
+    """Of the listed pages without other keys. It may take longer: with the others' LSE as reference the kernel needs no
+    row maximum."""
     backward: Timed = NOT_MEASURED
     """dQ, dK, dV and the index that they need, of the merged attention."""
     index_ms: float = math.nan
@@ -88,7 +88,7 @@ class AttentionRow:
 
 
 _COLUMNS = (
-    *("lists", "top-k", "past", "forward ms", "floor", "TFLOP/s", "of dense", "flex", "merging ms"),
+    *("lists", "top-k", "past", "forward ms", "floor", "TFLOP/s", "of dense", "flex", "alone ms"),
     *("page grads", "backward ms", "floor", "TFLOP/s", "of dense", "flex"),
     *("index ms", "pool + score + top ms", "dense TFLOP/s"),
 )
@@ -104,7 +104,7 @@ def attention_table(rows: Sequence[AttentionRow]) -> str:
 def _cells(row: AttentionRow) -> list[str]:
     cells = [row.lists, str(row.top_k), f"{row.past:,}"]
     cells += _direction(row.forward, row.forward_ratio, row.flex_forward)
-    cells += [_number(row.merge_ms, "+.3f"), row.page_grads]
+    cells += [_number(row.alone_ms, ".2f"), row.page_grads]
     cells += _direction(row.backward, row.backward_ratio, row.flex_backward)
     dense = f"{_number(row.dense_forward.tflops, '.0f')} / {_number(row.dense_backward.tflops, '.0f')}"
     return [*cells, _number(row.index_ms, ".3f"), _number(row.selection_ms, ".3f"), dense]

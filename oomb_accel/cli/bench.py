@@ -67,6 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         dtype=_DTYPES[options.dtype],
         span_tokens=chosen["span_tokens"],
         page_grad_dtypes=tuple(_PAGE_GRAD_DTYPES[name] for name in dict.fromkeys(options.page_grad_dtype)),
+        float8=options.page_dtype == "float8",
         seed=options.seed,
     )
     if options.json is not None:
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         report["tuning"] = [result.as_dict() for result in results]
     else:
         rows: list[AttentionRow] = []
-        flex = not options.quick if options.flex is None else options.flex
+        flex = not (options.quick or sizes.float8) if options.flex is None else options.flex
         for row in bench_attention(sizes, measure, device, flex=flex):
             rows.append(row)
             print(
@@ -113,6 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--span-tokens", type=int, help="keys of the dense call; default 32768")
     parser.add_argument("--dtype", default="bfloat16", choices=list(_DTYPES))
     parser.add_argument(
+        "--page-dtype",
+        default="model",
+        choices=["model", "float8"],
+        help="storage of K and V; float8 leaves FlexAttention out, which cannot read it",
+    )
+    parser.add_argument(
         "--page-grad-dtype",
         nargs="+",
         default=["float32"],
@@ -135,13 +142,13 @@ def _describe(sizes: AttentionSizes, environment: dict[str, dict[str, Any]], rep
     return (
         f"{environment['devices'][str(device)]}; torch {versions['torch']}, triton {versions['triton']}\n"
         f"{sizes.chunk_tokens:,} queries in blocks of {sizes.block_tokens}, {sizes.num_heads} heads over "
-        f"{sizes.num_groups} KV heads of {sizes.head_dim}, pages of {sizes.page_tokens} tokens, {sizes.dtype}; "
+        f"{sizes.num_groups} KV heads of {sizes.head_dim}, pages of {sizes.page_tokens} tokens, {sizes.dtype}"
+        f"{', pages in float8' if sizes.float8 else ''}; "
         f"medians of {repeats}\n"
         "Rates count what is visited: 4 x heads x queries x keys x head_dim forward, 2.5 times that backward. The "
-        "forward is attention over the pages alone, as the dense call is over its keys; merging is what it takes "
-        "longer when it goes on from attention over other keys, as in training. The backward is that of training and "
-        "has the index in it. Choosing pages comes on top: pooling queries, scoring "
-        f"{parts_of(sizes.page_tokens)} mean keys of each page, taking the best. "
+        "forward goes on from attention over other keys and is merged with it, as in training; alone it has none. "
+        "The backward is that of training and has the index in it. Choosing pages comes on top: pooling queries, "
+        f"scoring {parts_of(sizes.page_tokens)} mean keys of each page, taking the best. "
         f"Floors are at {FLOOR_FLOPS_PER_SECOND / 1e12:.0f} TFLOP/s.\n"
     )
 

@@ -1,8 +1,8 @@
 """Host memory for pages: what the machine has (limits), slabs of pinned memory (arena), records in slabs (store)."""
 
 from oomb_accel.host.arena import HostArena, HostMemoryError, Slab, slab_bytes_for
-from oomb_accel.host.limits import HostLimits, MemoryGroup, host_budget, host_limits
-from oomb_accel.host.mapping import Pinner
+from oomb_accel.host.limits import HostLimits, MemoryGroup, gib_above, gib_text, host_budget, host_limits
+from oomb_accel.host.mapping import Pinner, cuda_pinner
 from oomb_accel.host.store import HostStore
 
 __all__ = [
@@ -13,6 +13,9 @@ __all__ = [
     "MemoryGroup",
     "Pinner",
     "Slab",
+    "cuda_pinner",
+    "gib_above",
+    "gib_text",
     "host_budget",
     "host_limits",
     "slab_bytes_for",

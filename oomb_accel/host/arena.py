@@ -269,7 +269,7 @@ class HostArena:
         try:
             self._check_machine(1)
             mapping = HostMapping(self.slab_bytes)
-        except (OSError, HostMemoryError) as error:
+        except Exception as error:  # whoever waits for the slab must hear of it, whatever it is
             self._fail(None, error)
             return
         self._resources.mappings.append(mapping)

@@ -5,6 +5,8 @@ Under ZeRO 3 every pass gathers parameters, so ranks whose documents have fewer 
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +20,13 @@ def is_partitioned(model: nn.Module) -> bool:
 def num_ranks() -> int:
     """Processes that train together."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def ranks_on_host() -> int:
+    """Processes of this run on this machine, as far as its launcher tells: torchrun and Accelerate, DeepSpeed, MPI."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    told = [int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()]
+    return max(told, default=1)
 
 
 def agree_on_passes(num_passes: int, device: torch.device) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +17,7 @@ from oomb_accel.chunk_pass import AttentionSettings
 from oomb_accel.config import OombConfig
 from oomb_accel.gradients import Deliveries
 from oomb_accel.integrations import attention_interface
+from oomb_accel.integrations.agreement import ranks_on_host
 from oomb_accel.integrations.rope import DocumentRope
 from oomb_accel.integrations.support import ModelFacts, checkpointed_modules, sparse_layers
 from oomb_accel.keep import ActivationMeter
@@ -83,7 +83,7 @@ class Attachment:
 
     def __post_init__(self) -> None:
         self.sparse_layers = sparse_layers(self.facts, self.config)
-        self.offload = Offload(self.config.host_memory_gib, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.offload = Offload(self.config.host_memory_gib, ranks_on_host())
         self.rope = DocumentRope(self.base)
         self.meter = ActivationMeter(_activation_estimate(self.base))
         # Found once: a walk over all modules takes milliseconds, in which the GPU would wait at every step.
@@ -219,6 +219,7 @@ class Attachment:
             windows=self.facts.windows,
             sparse_layers=self.sparse_layers if sparse else frozenset(),
             sink_pages=self.config.sink_pages,
+            float8=self.config.page_dtype == "float8",
         )
 
 
@@ -241,8 +242,8 @@ def _identity(parameter: Any) -> tuple[int, ...]:
 
 
 def _activation_estimate(base: PreTrainedModel) -> float:
-    """Bytes of activations per token, from the widths of all linear layers of the blocks: each keeps its input, and what
-    works on its output keeps that. As much as was measured for a 7B; taken until a step has measured its own."""
+    """Bytes of activations per token, from the widths of all linear layers of the blocks: each keeps its input, and
+    what works on its output keeps that. What was measured for a 7B; taken until a step has measured its own."""
     adapters = {id(m) for layer in base.modules() if isinstance(layer, BaseTunerLayer) for m in _adapter_modules(layer)}
     linear = [m for m in base.modules() if isinstance(m, nn.Linear) and id(m) not in adapters]
     widths = sum(m.in_features + m.out_features for m in linear)

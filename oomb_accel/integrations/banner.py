@@ -38,11 +38,13 @@ def describe(state: Attachment) -> str:
     trainable = sum(whole_numel(p) for p in state.model.parameters() if p.requires_grad)
     total = sum(whole_numel(p) for p in state.model.parameters())
     windows = [window for window in facts.windows if window is not None]
+    stored = "" if config.page_dtype == "model" else f" in {config.page_dtype}"
     lines = [
         f"oomb_accel on {type(state.base).__name__} ({facts.model_type}), {facts.num_layers} layers, "
         f"{trainable:,} of {total:,} parameters trainable",
-        f"  chunks     {config.chunk_tokens:,} tokens, pages {config.page_tokens}, spans {config.span_tokens:,}; "
-        f"page gradients {config.page_grad_dtype}; attention outputs kept: {config.keep_outputs}",
+        f"  chunks     {config.chunk_tokens:,} tokens, pages {config.page_tokens}{stored}, "
+        f"spans {config.span_tokens:,}; page gradients {config.page_grad_dtype}; "
+        f"attention outputs kept: {config.keep_outputs}",
         f"  attention  {config.attention}: {_backends(state)}",
         *([f"  selection  {_selection(state)}"] if state.sparse_layers else []),
         f"  RoPE       {describe_rope(state.base.config.get_text_config())}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -11,33 +10,28 @@ import torch
 from torch import Tensor
 
 from oomb_accel.chunk_pass import ChunkPass
-from oomb_accel.foresight import Foresight
 from oomb_accel.gradients import DeferredGradients, ReturnedGradients
 from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.agreement import agree_on_passes, is_partitioned, num_ranks, refuse_passes
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.outputs import OombOutput
 from oomb_accel.integrations.rope import check_length
+from oomb_accel.integrations.step_memory import check_pages, stream_memory
 from oomb_accel.integrations.step_recurrence import StepRecurrence
 from oomb_accel.integrations.stream import Stream, build_stream, check_targets, dummy_stream
 from oomb_accel.integrations.support import (
     check_checkpointing,
     check_device,
+    check_kernels,
     compute_dtype,
-    gathered_bytes,
     switched_on_outputs,
-    whole_numel,
 )
 from oomb_accel.integrations.trl import FUSED_HEAD_KEYWORD, FusedHeadOutput, TargetStatistics, check_fused_head
 from oomb_accel.integrations.versions import check_versions
-from oomb_accel.keep import chunks_to_keep, free_bytes
 from oomb_accel.loss import target_log_probs
 from oomb_accel.memory import StreamMemory
-from oomb_accel.offload import StreamRecords
-from oomb_accel.pages import PagedKVCache, PageShape, PassNeeds, divide, working_bytes
-from oomb_accel.progress import GIB
+from oomb_accel.pages import PagedKVCache
 from oomb_accel.recurrence import ChunkModel, ChunkRecurrence, DummyPasses, run_recurrence
-from oomb_kernels import check_page_kernels
 
 _FULL_OUTPUTS = ("output_attentions", "output_hidden_states", "past_key_values")
 _BATCH_KEYS = {
@@ -133,7 +127,7 @@ def build_recurrence(
         state,
         _chunk_model(state, batch, stream, call, statistics),
         stream.schedule,
-        _memory(state, stream, device, keep_last_graph),
+        stream_memory(state, stream.schedule, device, keep_last_graph=keep_last_graph),
         state.settings(
             _caller_modes(state, device),
             keep_last_graph=keep_last_graph,
@@ -173,15 +167,14 @@ def checked_stream(state: Attachment, batch: dict[str, Any]) -> Stream:
         check_fused_head(state.base.forward, state.chunk_forward)
     tokens, config = batch_tokens(batch), state.config
     check_device(state.base, tokens)
-    if state.sparse_layers and tokens.is_cuda:
-        dtype = compute_dtype(state.base, tokens.device)
-        check_page_kernels(dtype, state.facts.head_dim, config.page_tokens, config.q_block)
+    check_kernels(state.facts, config, compute_dtype(state.base, tokens.device), tokens.device)
     stream = build_stream(batch, chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens, device=tokens.device)
     text_config = state.base.config.get_text_config()
     check_targets(stream, text_config.vocab_size)
     if config.beyond_trained_length == "error":
         check_length(text_config, stream.document_tokens)
     _check_normaliser(batch, stream)
+    check_pages(state, stream.schedule, tokens.device)
     return stream
 
 
@@ -196,58 +189,6 @@ def _dummy_passes(
     (chunk,) = stream.schedule.chunks
     memory = StreamMemory(PagedKVCache(state.page_shape(), stream.schedule, device))
     return DummyPasses(count, lambda run, _: model(run, embeds_1TD), chunk, memory)
-
-
-def _memory(state: Attachment, stream: Stream, device: torch.device, keep_last_graph: bool) -> StreamMemory:
-    """An empty memory. Pages are selected where gradients are enabled: an evaluation is dense, as a model is served.
-
-    Raises:
-        ValueError: pages fit neither on the device nor in host memory.
-    """
-    selector = state.selector() if torch.is_grad_enabled() else None
-    shape, schedule = state.page_shape(sparse=selector is not None), stream.schedule
-    dtype = compute_dtype(state.base, device)
-    needs = state.pass_needs()
-    rooms = divide(shape, schedule, dtype, needs, _page_bytes(state, stream, device, shape, needs))
-    if rooms is None:
-        kept = _kept_chunks(state, stream, shape, device, keep_last_graph)
-        return StreamMemory(PagedKVCache(shape, schedule, device), selector, {index: {} for index in kept})
-    state.offload.reserve(rooms.host_bytes, device)
-    foresight = Foresight(shape, schedule, selector, span_pages=state.span_pages)
-    records = StreamRecords(state.offload, shape, schedule, rooms, foresight, device)
-    return StreamMemory(PagedKVCache(shape, schedule, device, records), selector, foresight=foresight, rooms=rooms)
-
-
-def _page_bytes(state: Attachment, stream: Stream, device: torch.device, shape: PageShape, needs: PassNeeds) -> int:
-    """Device memory that pages may take.
-
-    Raises:
-        ValueError: a setting that is more than what is free.
-    """
-    config = state.config
-    if config.device_pages_gib != "auto":
-        asked, free = int(config.device_pages_gib * GIB), free_bytes(device)
-        if asked > free:
-            raise ValueError(
-                "device_pages_gib is more than the device has free.\n"
-                f"  Got device_pages_gib={config.device_pages_gib:g}; {free / GIB:.3g} GiB are free.\n"
-                f"  Set device_pages_gib={max(0, free - _other_bytes(state, stream)) / GIB:.3g} or less, or 'auto'."
-            )
-        return asked
-    if config.offload is False:
-        return sys.maxsize
-    if config.offload is True:
-        return working_bytes(shape, stream.schedule, compute_dtype(state.base, device), needs)
-    return free_bytes(device) - _other_bytes(state, stream)
-
-
-def _other_bytes(state: Attachment, stream: Stream) -> int:
-    """What a step takes on the device beside pages and kept outputs: activations, gradients, recorded lists."""
-    longest = max((chunk.num_tokens for chunk in stream.schedule.chunks), default=0)
-    activations = int(longest * state.meter.bytes_per_token)
-    # Sums in fp32, what is returned, and what it is added to.
-    gradients = sum(whole_numel(p) * (4 + 2 * p.element_size()) for p in state.model.parameters() if p.requires_grad)
-    return activations + gradients + gathered_bytes(state.model) + state.list_bytes(len(stream.schedule.chunks))
 
 
 def _chunk_model(
@@ -330,24 +271,6 @@ def _without_input_casts(lora_layers: Iterable[Any]) -> Iterator[None]:
     finally:
         for layer in casting:
             layer.cast_input_dtype_enabled = True
-
-
-def _kept_chunks(
-    state: Attachment, stream: Stream, shape: PageShape, device: torch.device, keep_last_graph: bool
-) -> frozenset[int]:
-    """Chunks whose attention outputs are kept for the backward sweep, by setting and free memory."""
-    config, facts = state.config, state.facts
-    chunks = stream.schedule.chunks
-    if keep_last_graph:
-        chunks = chunks[:-1]  # the last one's graph holds its outputs
-    if config.keep_outputs is False or not torch.is_grad_enabled():
-        return frozenset()
-    if config.keep_outputs is True:
-        return frozenset(chunk.index for chunk in chunks)
-    dtype = compute_dtype(state.base, device)
-    pages = shape.num_bytes(stream.schedule, dtype)
-    per_token = facts.num_layers * facts.num_heads * (facts.head_dim * dtype.itemsize + 4)
-    return chunks_to_keep(chunks, per_token, free_bytes(device) - pages - _other_bytes(state, stream))
 
 
 def _normaliser(batch: dict[str, Any], stream: Stream) -> Any:

@@ -79,7 +79,7 @@ class StepRecurrence(ChunkRecurrence):
         planned = whole if memory.rooms is None else memory.rooms.device_bytes
         limits, arena = host_limits(), state.offload.arena
         spare = max(0, limits.available_bytes - limits.margin_bytes)
-        limit = arena.limit_bytes if arena is not None else state.offload.budget or spare
+        limit = arena.limit_bytes if arena is not None else spare
         used = state.offload.host_bytes()["page_memory_used"]
         longest = max((chunk.num_tokens for chunk in schedule.chunks), default=1)
         return Shortage(

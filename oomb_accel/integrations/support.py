@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oomb_accel.config import OombConfig
+from oomb_kernels import FLOAT8, check_float8, check_page_kernels
 
 SUPPORTED_MODEL_TYPES = frozenset(
     {
@@ -196,6 +197,24 @@ def check_device(base: PreTrainedModel, tokens: Tensor) -> None:
             "  Under torch's DataParallel (several visible GPUs, no launcher) chunks cannot work.\n"
             f"  Move the batch with .to({str(home)!r}), start with accelerate launch, or set CUDA_VISIBLE_DEVICES=0."
         )
+
+
+def check_kernels(facts: ModelFacts, config: OombConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse pages that the device's kernels cannot read.
+
+    Args:
+        dtype: that attention computes in.
+
+    Raises:
+        ValueError: naming the setting to change.
+    """
+    if device.type != "cuda" or dtype == torch.float64:
+        return  # runs in plain torch
+    if config.page_dtype == "float8":
+        check_float8(device)
+    if sparse_layers(facts, config):
+        pages = FLOAT8 if config.page_dtype == "float8" else dtype
+        check_page_kernels(pages, facts.head_dim, config.page_tokens, config.q_block)
 
 
 def whole_numel(parameter: Any) -> int:

@@ -35,6 +35,9 @@ class Bringer(Protocol):
     def expect(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> bool:
         """Start to bring what a later use will miss; False where there is no room for now."""
 
+    def forget_expected(self) -> None:
+        """Nothing is expected any more."""
+
 
 class Itinerary:
     """The uses of a run in their order. Uses that are not in it are passed over: it only ever makes things faster."""

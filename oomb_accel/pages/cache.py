@@ -16,6 +16,7 @@ from torch import Tensor
 from oomb_accel.pages.ahead import Bringer, Itinerary, Need
 from oomb_accel.pages.centroids import CentroidBank
 from oomb_accel.pages.room import Kind
+from oomb_accel.pages.scales import ScaleBank
 from oomb_accel.pages.shape import PageShape
 from oomb_accel.pages.stored import Records, StoredPages, Wanted, WantedLater
 from oomb_accel.pages.tiered import TieredPages
@@ -35,6 +36,8 @@ class PagedKVCache:
 
     Sparse layers have two things more: the mean keys of each page, and, where page gradients are bf16, a pool in
     fp32 for those of sink pages, since every later chunk of the document adds to them.
+
+    K and V stored in e4m3 have scales beside them. Every pass reads them as they were stored, in the model's dtype.
 
     Args:
         make_records: for values and gradients that are more than the device holds; None keeps everything there.
@@ -56,6 +59,9 @@ class PagedKVCache:
         self._num_sink_slots = shape.num_sink_slots(schedule)
         self._values: Records | None = None
         self._centroids: CentroidBank | None = None
+        self._scales: ScaleBank | None = None
+        self._dtype: torch.dtype | None = None
+        """That stored K and V are read in; None is their own."""
         self._gradients: Records | None = None
         self._sink_gradients: Records | None = None
         self._itinerary = Itinerary()
@@ -63,6 +69,8 @@ class PagedKVCache:
 
     def begin(self, needs: Sequence[Need]) -> None:
         """A run of the model begins, which will use these pages in about this order."""
+        for records in self._tiered.values():
+            records.forget_expected()
         self._itinerary.begin(needs)
 
     @property
@@ -73,9 +81,10 @@ class PagedKVCache:
     def device_bytes(self) -> dict[str, int]:
         """Device bytes by what they are for."""
         gradients = [records.pool.num_bytes for records in (self._gradients, self._sink_gradients) if records]
+        scales = self._scales.num_bytes if self._scales else 0
         return {
             "mean_keys": self._centroids.num_bytes if self._centroids else 0,
-            "pages": self._values.pool.num_bytes if self._values else 0,
+            "pages": scales + (self._values.pool.num_bytes if self._values else 0),
             "page_gradients": sum(gradients),
         }
 
@@ -89,11 +98,15 @@ class PagedKVCache:
         if not pages:
             return
         if self._values is None:
-            self._values = self._made("values", self._num_slots, k_GTD.dtype)
+            self._values = self._made("values", self._num_slots, self._shape.value_dtype(k_GTD.dtype))
+            if self._shape.float8:
+                self._scales = ScaleBank(self._shape, self._num_pages, self._device)
+                self._dtype = k_GTD.dtype
         self._values.add(layer, pages)
         start = chunk.num_tokens - len(pages) * self._shape.page_tokens  # own pages end where the chunk ends
         slots = self._values.use(layer, pages, write=True)
-        store_pages(self._values.pool.storage, slots, k_GTD[:, start:], v_GTD[:, start:])
+        scales = self.value_scales(layer, pages)
+        store_pages(self._values.pool.storage, slots, k_GTD[:, start:], v_GTD[:, start:], scales)
         if layer in self._shape.sparse_layers:
             if self._centroids is None:
                 self._centroids = CentroidBank(self._shape, self._num_pages, k_GTD.dtype, self._device)
@@ -104,7 +117,7 @@ class PagedKVCache:
         values = self._stored_values()
         slots_GN = values.use(layer, *ranges)
         self._bring_next("values", layer, *ranges)
-        loaded = load_pages(values.pool.storage, slots_GN)
+        loaded = load_pages(values.pool.storage, slots_GN, self.value_scales(layer, *ranges), self._dtype)
         self._settle_dense(layer, values)
         return loaded
 
@@ -128,6 +141,10 @@ class PagedKVCache:
         slots_GN = self._stored_values().use(layer, pages, wanted=wanted)
         self._bring_next("values", layer, pages)
         return slots_GN
+
+    def value_scales(self, layer: int, *ranges: PageRange) -> Tensor | None:
+        """Scales of K and V of these pages, fp32 ``[G, N, 2]``; None where pages have none."""
+        return self._scales.of(layer, *ranges) if self._scales else None
 
     @property
     def gradient_pool(self) -> Tensor:

@@ -7,7 +7,7 @@ that must come behind it is given the mark; nothing here makes the host wait.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -82,12 +82,13 @@ class CudaMover:
     """One stream per direction.
 
     Args:
-        pinned: whether host memory is.
+        pinned: whether all host memory is. Pinning may be refused at any time.
     """
 
-    def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
+    def __init__(self, device: torch.device, *, pinned: Callable[[], bool]) -> None:
         self._device = device
-        self._method: CopyMethod = best_copy_method(device) if pinned else "loop"
+        self._pinned = pinned
+        self._method: CopyMethod = best_copy_method(device)
         self._small_by_kernel = "kernel" in available_copy_methods(device)
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._in_flight: deque[tuple[torch.cuda.Event, object]] = deque()
@@ -139,7 +140,12 @@ class CudaMover:
         self._order(stream, after)
         with torch.cuda.stream(stream):
             used = copy_records(
-                sources, targets, record_bytes, to_device=to_device, device=self._device, method=self._method
+                sources,
+                targets,
+                record_bytes,
+                to_device=to_device,
+                device=self._device,
+                method=self._method if self._pinned() else "loop",
             )
             mark = self._record(stream)
         self._keep(used, mark)

@@ -1,7 +1,5 @@
 """How much device memory values and gradients of pages get, and what each layer keeps there. Numbers only.
 
-Values come first: the forward sweep waits for values that are away, and hides only what it knows ahead of time.
-
 Legend: G KV heads.
 """
 
@@ -14,14 +12,13 @@ from typing import Literal, TypeAlias
 import torch
 
 from oomb_accel.pages.shape import PageShape
+from oomb_accel.plan.pools import pool_shares
 from oomb_accel.schedule import ChunkSchedule
 
 Kind: TypeAlias = Literal["values", "gradients"]
 
 _AHEAD = 3
 """Room for so many layers' needs at once, where there is some to spare: one in use, two on their way."""
-_LEAST_GRADIENT_SHARE = 0.25
-"""Of the device memory for pages, where values do not fit as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +70,20 @@ class PageRooms:
 
 
 def divide(
-    shape: PageShape, schedule: ChunkSchedule, dtype: torch.dtype, needs: PassNeeds, device_bytes: int
+    shape: PageShape,
+    schedule: ChunkSchedule,
+    dtype: torch.dtype,
+    needs: PassNeeds,
+    device_bytes: int,
+    *,
+    with_gradients: bool = True,
 ) -> PageRooms | None:
     """Divide pages that are more than the device holds.
 
     Args:
-        dtype: of K and V.
+        dtype: of the model's K and V.
         device_bytes: for everything that a stream keeps in a cache.
+        with_gradients: False for an evaluation.
 
     Returns:
         None where all of it fits.
@@ -87,21 +91,28 @@ def divide(
     Raises:
         ValueError: the device has no room for what one pass needs at once.
     """
-    if shape.num_bytes(schedule, dtype) <= device_bytes:
-        return None
     counts = [shape.num_records(layer, schedule) for layer in range(shape.num_layers)]
     whole, least = sum(counts), _most_needed(shape, counts, needs)
-    sizes: dict[Kind, int] = {"values": shape.slot_bytes(dtype), "gradients": shape.slot_bytes(shape.grad_dtype)}
+    dtypes: dict[Kind, torch.dtype] = {"values": shape.value_dtype(dtype), "gradients": shape.grad_dtype}
+    sizes = {kind: shape.slot_bytes(stored) for kind, stored in dtypes.items()}
+    if not with_gradients:
+        sizes["gradients"] = 0
     fixed = shape.fixed_bytes(schedule, dtype)
     room = device_bytes - fixed
+    if not whole or whole * sum(sizes.values()) <= room:
+        return None
     if room < least * sum(sizes.values()):
         raise ValueError(_too_small(fixed + least * sum(sizes.values()), device_bytes))
-    share = room - least * sizes["gradients"]
-    if whole * sizes["values"] > share:
-        share = max(least * sizes["values"], min(share, int(room * (1 - _LEAST_GRADIENT_SHARE))))
-    values = _room(counts, least, share // sizes["values"])
-    left = room - (values.num_slots if values else whole) * sizes["values"]
-    gradients = _room(counts, least, left // sizes["gradients"])
+    wanted = _AHEAD * least if room >= _AHEAD * least * sum(sizes.values()) else least
+    shares = pool_shares(
+        room,
+        value_bytes=whole * sizes["values"],
+        gradient_bytes=whole * sizes["gradients"],
+        least_value_bytes=wanted * sizes["values"],
+        least_gradient_bytes=wanted * sizes["gradients"],
+    )
+    values = _room(counts, least, shares[0] // sizes["values"])
+    gradients = _room(counts, least, shares[1] // sizes["gradients"]) if with_gradients else None
     parts: dict[Kind, DeviceRoom | None] = {"values": values, "gradients": gradients}
     host = sum(sizes[kind] * (whole - sum(part.quotas)) for kind, part in parts.items() if part)
     on_device = {kind: sizes[kind] * (part.num_slots if part else whole) for kind, part in parts.items()}
@@ -112,7 +123,8 @@ def working_bytes(shape: PageShape, schedule: ChunkSchedule, dtype: torch.dtype,
     """Device memory with which pages can be brought ahead of their use, though no layer keeps any."""
     counts = [shape.num_records(layer, schedule) for layer in range(shape.num_layers)]
     least = _AHEAD * _most_needed(shape, counts, needs)
-    return shape.fixed_bytes(schedule, dtype) + least * (shape.slot_bytes(dtype) + shape.slot_bytes(shape.grad_dtype))
+    records = shape.slot_bytes(shape.value_dtype(dtype)) + shape.slot_bytes(shape.grad_dtype)
+    return shape.fixed_bytes(schedule, dtype) + least * records
 
 
 def _most_needed(shape: PageShape, counts: list[int], needs: PassNeeds) -> int:
@@ -130,9 +142,10 @@ def _room(counts: list[int], least: int, num_slots: int) -> DeviceRoom | None:
 
 def _too_small(needed: int, given: int) -> str:
     gib = 2**30
+    wanted, room = needed / gib, max(0, given) / gib
     return (
         "The device has too little memory for the pages of one chunk.\n"
-        f"  A layer's pages and gradients need {needed / gib:.3g} GiB at once, {given / gib:.3g} GiB are there.\n"
-        "  Set chunk_tokens, span_tokens or top_k lower, page_grad_dtype='bfloat16', or device_pages_gib="
-        f"{needed / gib * 1.01:.3g} where the device has it."
+        f"  A layer's pages and their gradients need {wanted:.3g} GiB at once, {room:.3g} GiB are free.\n"
+        "  Set chunk_tokens, span_tokens or top_k lower, page_grad_dtype='bfloat16', page_dtype='float8', or "
+        f"device_pages_gib={1.01 * wanted:.3g} where the device has it."
     )

@@ -9,10 +9,13 @@ from itertools import pairwise
 import torch
 
 from oomb_accel.schedule import ChunkSchedule, PageRange
+from oomb_kernels import FLOAT8
 
 _PART_TOKENS = 16
 """Tokens with one mean key. Longer runs hide short passages, shorter ones draw selection to single odd keys, see
 docs/sparsity.md."""
+_SCALE_BYTES = 8
+"""Of K and V of a page of one KV head, in fp32."""
 
 
 def parts_of(page_tokens: int) -> int:
@@ -36,6 +39,12 @@ class PageShape:
     """Layers that select pages, by their mean keys. None of them has a window."""
     sink_pages: int = 0
     """Pages at the start of each document to which every later chunk attends in a sparse layer."""
+    float8: bool = False
+    """Whether K and V are stored in e4m3 with scales; otherwise they are as the model has them."""
+
+    def value_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of stored K and V, for those of the model."""
+        return FLOAT8 if self.float8 else dtype
 
     def kept_pages(self, layer: int, pages: PageRange) -> PageRange:
         """Those of ``pages`` that a token right behind them can still attend to in this layer."""
@@ -64,16 +73,25 @@ class PageShape:
         return parts_of(self.page_tokens)
 
     def num_bytes(self, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
-        """Bytes of everything that a stream keeps in a cache: pages, their gradients and, for selection, mean keys."""
+        """Bytes of everything that a stream keeps in a cache: pages, their gradients and, for selection, mean keys.
+
+        Args:
+            dtype: of the model's K and V.
+        """
         num_slots = self.num_slots(schedule)
         gradients = (num_slots - self.num_sink_slots(schedule)) * self.slot_bytes(self.grad_dtype)
-        return num_slots * self.slot_bytes(dtype) + gradients + self.fixed_bytes(schedule, dtype)
+        return num_slots * self.slot_bytes(self.value_dtype(dtype)) + gradients + self.fixed_bytes(schedule, dtype)
 
     def fixed_bytes(self, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
-        """Bytes of what always stays on the device: mean keys, and gradients of sinks that lie apart."""
+        """Bytes of what always stays on the device: mean keys, scales, and gradients of sinks that lie apart.
+
+        Args:
+            dtype: of the model's K and V.
+        """
         heads = len(self.sparse_layers) * self.num_kv_heads
         centroids = heads * schedule.num_pages * self.parts * self.head_dim * dtype.itemsize
-        return centroids + self.num_sink_slots(schedule) * self.slot_bytes(torch.float32)
+        scales = self.num_layers * self.num_kv_heads * schedule.num_pages * _SCALE_BYTES if self.float8 else 0
+        return centroids + scales + self.num_sink_slots(schedule) * self.slot_bytes(torch.float32)
 
     def num_sink_slots(self, schedule: ChunkSchedule) -> int:
         """Gradients of sinks that lie apart."""

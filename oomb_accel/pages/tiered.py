@@ -106,7 +106,7 @@ class TieredPages:
             used = slots != NO_SLOT if chosen is None else chosen & (slots != NO_SLOT)
             self._expected[layer, here][used] = False
             self._changed[layer, here] |= used & write
-            arrival = max(arrival, int(self._arrivals[layer, here].max(where=used, initial=0)))
+            arrival = max(arrival, self._latest(layer, here, used))
             slots_nG.append(np.where(used, slots, NO_SLOT))
         self._wait_for(arrival)
         return self._mover.to_device(np.ascontiguousarray(np.concatenate(slots_nG).T))
@@ -127,15 +127,19 @@ class TieredPages:
         self._expected[layer, here] |= present if wanted is None else present & wanted
         return True
 
+    def forget_expected(self) -> None:
+        """Nothing is expected any more: what was brought for uses that never came may leave."""
+        self._expected[...] = False
+
     def settle(self, layer: int) -> None:
-        self._evict(layer, ~self._expected[layer])
+        self._evict(layer, keep_expected=True)
 
     def free(self, layer: int, pages: PageRange) -> None:
         here = slice(pages.first, pages.end)
         slots, host_slots = self._slots[layer, here], self._host_slots[layer, here]
         present = slots != NO_SLOT
         # Nobody may write to a slot, or into the host's copy, under an upload that was never waited for.
-        self._wait_for(int(self._arrivals[layer, here].max(where=present, initial=0)))
+        self._wait_for(self._latest(layer, here, present))
         self._free.give(slots[present], (self._mover.now(),))
         self._resident[layer] -= int(present.sum())
         self._away[layer] -= int((~present & (host_slots != NO_SLOT)).sum())
@@ -169,7 +173,7 @@ class TieredPages:
             if len(self._free) >= count:
                 break
             if other != layer:
-                self._evict(other, np.ones_like(self._expected[other]))
+                self._evict(other, keep_expected=False)
         if len(self._free) < count:
             raise RuntimeError(
                 f"Layer {layer} needs more pages at once than the device has room for.\n"
@@ -179,23 +183,27 @@ class TieredPages:
         self._resident[layer] += count
         return self._free.take(count)
 
-    def _evict(self, layer: int, may_leave: Wanted) -> None:
-        """Bring a layer down to its quota, by records that may leave."""
+    def _evict(self, layer: int, *, keep_expected: bool) -> None:
+        """Bring a layer down to its quota: what is worth least leaves, but for what is expected, if it may stay."""
         excess = self._resident[layer] - self._quotas[layer]
         if excess <= 0:
             return
-        slots = self._slots[layer].reshape(-1)
-        here = np.flatnonzero((slots != NO_SLOT) & may_leave.reshape(-1))
+        slots, expected = self._slots[layer].reshape(-1), self._expected[layer].reshape(-1)
+        here = np.flatnonzero(slots != NO_SLOT)
         if len(here) > excess:
             worth = self._worth(layer).reshape(-1)[here]
             here = here[np.argpartition(worth, excess - 1)[:excess]]
             here.sort()  # neighbours are copied together
+        if keep_expected:
+            here = here[~expected[here]]
         now = self._mover.now()
         changed = self._changed[layer].reshape(-1)[here]
-        self._give_back(layer, here[~changed], now)
-        self._save(layer, here[changed], now)
-        slots[here] = NO_SLOT
-        self._expected[layer].reshape(-1)[here] = False
+        kept_by_host, only_here = here[~changed], here[changed]
+        self._give_back(layer, kept_by_host, now)
+        slots[kept_by_host] = NO_SLOT  # before host memory is looked for: what has left is not on the device as well
+        self._save(layer, only_here, now)
+        slots[only_here] = NO_SLOT
+        expected[here] = False
         self._resident[layer] -= len(here)
         self._away[layer] += len(here)
 
@@ -235,6 +243,12 @@ class TieredPages:
 
     def _device_addresses(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         return self.pool.storage.data_ptr() + slots.astype(np.int64) * self._record_bytes
+
+    def _latest(self, layer: int, here: slice, records: Wanted) -> int:
+        """Number of the last upload among those of some records, as far as one was not waited for."""
+        if self._num_uploads == self._uploads_seen:
+            return 0
+        return int((self._arrivals[layer, here] * records).max(initial=0))
 
     def _wait_for(self, arrival: int) -> None:
         if arrival > self._uploads_seen:

@@ -9,6 +9,8 @@ from typing import Literal
 from oomb_accel.plan.pages import PageDemand
 from oomb_accel.plan.sizes import GIB
 
+_LEAST_GRADIENT_SHARE = 0.25
+"""Of the device memory for pages, where values do not fit as a whole."""
 _SHORTEST_CHUNK = 256
 """Tokens; nobody is told to take less."""
 
@@ -44,8 +46,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide pages between device and host.
 
-    Everything stays on the device where it fits. Otherwise both pools get the same share of what the device has left,
-    but never more than they can use: what one does not need is the other's.
+    Everything stays on the device where it fits. Otherwise see `pool_shares`.
 
     Args:
         free_device_bytes: what pages, activations and logits may take on the device.
@@ -70,7 +71,13 @@ def plan_memory(
     if least > room:
         refusal = _too_small(demand, room, activation_bytes, chunk_tokens, device_pages_bytes)
         return MemoryPlan(demand.least_value_bytes, demand.least_gradient_bytes, 0, False, refusal)
-    values, gradients = _shares(demand, room)
+    values, gradients = pool_shares(
+        room,
+        value_bytes=demand.value_bytes,
+        gradient_bytes=demand.gradient_bytes,
+        least_value_bytes=demand.least_value_bytes,
+        least_gradient_bytes=demand.least_gradient_bytes,
+    )
     # What does not find room on the device must be on the host. A record that comes back may keep its place there, so
     # that it need not be written twice: as far as there is room.
     must = max(1, demand.living_bytes - values - gradients)
@@ -80,12 +87,22 @@ def plan_memory(
     return MemoryPlan(values, gradients, min(may, host_budget_bytes), True, "")
 
 
-def _shares(demand: PageDemand, pools: int) -> tuple[int, int]:
-    """Sizes of both pools: half each, within what each must have and can use."""
-    values = pools // 2
-    values = max(values, demand.least_value_bytes, pools - demand.gradient_bytes)
-    values = min(values, demand.value_bytes, pools - demand.least_gradient_bytes)
-    return values, min(demand.gradient_bytes, pools - values)
+def pool_shares(
+    room: int, *, value_bytes: int, gradient_bytes: int, least_value_bytes: int, least_gradient_bytes: int
+) -> tuple[int, int]:
+    """Sizes of the device's pools for values and gradients, within what each must have and can use.
+
+    Values come first, since the forward sweep can only hide fetches that it knows ahead of time; but where they do not
+    fit as a whole, gradients get a quarter.
+
+    Args:
+        room: for both pools; at least what both must have.
+    """
+    values = room - least_gradient_bytes
+    if value_bytes > values:
+        values = max(least_value_bytes, min(values, int(room * (1 - _LEAST_GRADIENT_SHARE))))
+    values = min(value_bytes, max(values, room - gradient_bytes))
+    return values, min(gradient_bytes, room - values)
 
 
 def _without_offload(demand: PageDemand, room: int) -> str:

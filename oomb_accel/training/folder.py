@@ -24,7 +24,7 @@ PROGRESS = "progress.json"
 """Written last into a checkpoint that a run can go on from."""
 LATEST = "latest"
 RESULTS = ("adapter_*", "model*.safetensors", "model.safetensors.index.json")
-PRODUCTS = (SUMMARY, METRICS, MEMORY, "checkpoint-*", *RESULTS, RECIPE)
+PRODUCTS = (SUMMARY, METRICS, MEMORY, REPORTS, "checkpoint-*", *RESULTS, RECIPE)
 """What a run leaves and a replacing run removes; other files in the folder are not touched. In this order: first goes
 what says that the run is done, last what says that there is a run."""
 LEFTOVERS = ".saving-*"

@@ -19,6 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "bf16 page gradients": {"page_grad_dtype": "bfloat16"},
     "small spans": {"span_tokens": 8},
+    "8-bit pages": {"page_dtype": "float8", "keep_outputs": False},
 }
 
 
@@ -41,6 +42,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "recompute": {"keep_outputs": False, "keep_last_graph": False, "deterministic": True},
     "bf16 page gradients": {"page_grad_dtype": "bfloat16", "deterministic": True},
+    "8-bit pages": {"page_dtype": "float8", "keep_outputs": False},
     "causal, budget, shared": {"causal_selection": True, "page_budget": 3, "select_per": "layer"},
 }
 

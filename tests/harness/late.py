@@ -23,7 +23,7 @@ class Work:
 
     stream: deque[Work]
     after: list[Work]
-    run: Callable[[], None]
+    run: Callable[[], object]
     done: bool = False
 
 
@@ -51,7 +51,7 @@ class LateMover(PageMover):
         self._computing: deque[Work] = deque()
         self._storages: list[Tensor] = []
 
-    def compute(self, run: Callable[[], None]) -> None:
+    def compute(self, run: Callable[[], object]) -> None:
         """Have the computing stream do this."""
         self._give(self._computing, (), run)
 
@@ -111,7 +111,7 @@ class LateMover(PageMover):
         sources, targets = sources.copy(), targets.copy()
         return self._give(stream, after, lambda: move(sources, targets, record_bytes, ()))
 
-    def _give(self, stream: deque[Work], after: Iterable[Work | None], run: Callable[[], None]) -> Work:
+    def _give(self, stream: deque[Work], after: Iterable[Work | None], run: Callable[[], object]) -> Work:
         work = Work(stream, [other for other in after if other is not None], run)
         stream.append(work)
         self._let_time_pass()

@@ -186,6 +186,31 @@ def test_a_list_means_the_same_wherever_it_stands(tmp_path: Path) -> None:
         resolve(*gather({"oomb": block}, one, environ={}))
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"), [("40", 40.0), ("0.5", 0.5), ("1e2", 100.0), (" 1_000 ", 1000.0), ("auto", "auto")]
+)
+@pytest.mark.parametrize("name", ["device_pages_gib", "host_memory_gib"])
+def test_sizes_in_the_environment(name: str, text: str, expected: object) -> None:
+    (found,) = from_environment({f"OOMB_{name.upper()}": text})
+    (value,) = found.values.values()
+    assert value == expected and type(value) is type(expected)
+    got = resolve(*gather({"oomb": {name: expected}}, environ={f"OOMB_{name.upper()}": text}))
+    assert got.config.to_dict()[name] == expected
+    assert not any(note.startswith("replaced") for note in got.notes)
+
+
+@pytest.mark.parametrize("text", ["40GiB", "many", "", "none", "true", "٣"])
+def test_sizes_that_are_wrong_in_the_environment(text: str) -> None:
+    with pytest.raises(ValueError, match=r"OOMB_HOST_MEMORY_GIB(?s:.*)Allowed: a number or 'auto'"):
+        from_environment({"OOMB_HOST_MEMORY_GIB": text})
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "nan", "inf"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"(?s)OOMB_DEVICE_PAGES_GIB.*must be a size in GiB"):
+        resolve(*gather({}, environ={"OOMB_DEVICE_PAGES_GIB": text}))
+
+
 def test_a_preset_stands_alone_or_under_the_block_name(tmp_path: Path) -> None:
     path = tmp_path / "preset.yaml"
     for text in ("chunk_tokens: 512\n", "oomb:\n  chunk_tokens: 512\n"):

@@ -16,18 +16,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from oomb_kernels import page_backward, page_backward_once, page_forward
+from oomb_kernels import page_dkv, page_dq, page_forward
 from oomb_kernels.page_tiles import Kernel, Tiles
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 _FUNCTIONS: dict[Kernel, Any] = {
     "forward": page_forward._page_forward_kernel,
-    "backward_q": page_backward._page_dq_kernel,
-    "backward_kv": page_backward_once._page_owner_kernel,
-    "backward_sum": page_backward_once._page_dq_sum_kernel,
+    "backward_q": page_dq._page_dq_kernel,
+    "backward_kv": page_dkv._page_owner_kernel,
+    "backward_sum": page_dq._page_dq_sum_kernel,
 }
 _LIKE_Q = {"q", "out", "dout", "dq", "other_out", "other_dq"}
-_FP32 = {"lse", "delta", "stats", "other_lse", "partials"}
+_FP32 = {"lse", "stats", "other_lse", "partials", "scales"}
 _INT32 = {"slots", "counts", "grad_slots", "block_counts", "units", "ends", "next_piece", "visits"}
 _SCALARS = {"scale": "fp32", "factor": "fp32", "cap": "fp32", "seed": "i64"}
 
@@ -40,7 +40,7 @@ class Build:
     arch: int
     """Compute capability times ten."""
     dtype: str
-    """Of q and the pages, as Triton writes it."""
+    """Of q, as Triton writes it."""
     head_dim: int
     page_tokens: int
     block_tokens: int
@@ -49,6 +49,8 @@ class Build:
     others: bool = True
     softcap: bool = False
     stochastic: bool = False
+    float8: bool = False
+    """Pages in e4m3; otherwise they are as q."""
 
 
 def shared_bytes(builds: Sequence[Build]) -> list[int]:
@@ -85,9 +87,10 @@ def _constants(build: Build) -> dict[str, Any]:
         "Q_BLOCK": build.block_tokens,
         "OTHERS": build.others,
         "LIMIT": 2.0**15 if build.dtype == "fp16" else 2.0**100,
+        "SCALED": build.float8,
         "SOFTCAP": build.softcap,
         "KEEP": True,
-        "HEADS": 1,
+        "HEADS": min(build.tiles.num_heads, build.group),
         "STOCHASTIC": build.stochastic,
         "P": build.page_tokens,
         "D": build.head_dim,
@@ -102,7 +105,8 @@ def _constants(build: Build) -> dict[str, Any]:
 def _type(name: str, build: Build) -> str:
     block_d = triton.next_power_of_2(build.head_dim)
     if name == "records":
-        return f"tensordesc<{build.dtype}[{build.tiles.block_n}, {block_d}]>"
+        stored = "fp8e4nv" if build.float8 else build.dtype
+        return f"tensordesc<{stored}[{build.tiles.block_n}, {block_d}]>"
     if name == "ds_tiles":
         return f"tensordesc<{build.dtype}[{build.tiles.block_n}, {build.tiles.block_m}]>"
     if name in ("dout_rows", "q_rows"):

@@ -1,6 +1,7 @@
 """Running page attention forward and backward and judging all of its results at once."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -8,8 +9,7 @@ import torch
 from torch import Tensor
 
 from oomb_kernels import page_attention_backward, page_attention_forward
-from oomb_kernels.page_backward import launch_page_attention_dkv, launch_page_attention_dq
-from oomb_kernels.page_backward_once import launch_page_attention_backward
+from oomb_kernels.page_backward import launch_page_attention_backward
 from oomb_kernels.page_forward import launch_page_attention_forward
 from oomb_kernels.page_index import launch_build_page_index
 from tests.kernels.page_reference import PageAttention, PageProblem, plain_page_attention, selected, shuffled_slots
@@ -25,30 +25,16 @@ class Functions(NamedTuple):
     backward: Callable[..., Tensor]
 
 
-def launch_twice(*args: Any, seed: int, dq_HTD: Tensor | None, max_blocks: int = 8, **score: Any) -> Tensor:
-    """The kernels of the backward that know nothing of each other: dQ, then dK and dV."""
-    dout, q, out, lse, pool, slots, grad_pool, grad_slots, lists = args
-    dq, delta = launch_page_attention_dq(dout, q, out, lse, pool, slots, lists, dq_HTD=dq_HTD, **score)
-    if grad_pool is not None:
-        index = launch_build_page_index(lists, max_blocks)
-        launch_page_attention_dkv(
-            dout, q, lse, delta, pool, slots, grad_pool, grad_slots, lists, index, seed=seed, **score
-        )
-    return dq
-
-
-def launch_backward(*args: Any, max_blocks: int = 8, turn: int = 1, **settings: Any) -> Tensor:
-    """The kernels of the backward that forms the scores once, some KV heads at a time."""
+def launch_backward(*args: Any, max_blocks: int = 8, turn: int | None = 1, **settings: Any) -> Tensor:
+    """The kernels of the backward, some KV heads at a time; with 0 those that form the scores twice."""
     grad_pool, _, lists = args[6:9]
-    if grad_pool is None:
-        return launch_twice(*args, **settings)
-    index = launch_build_page_index(lists, max_blocks)
+    index = None if grad_pool is None else launch_build_page_index(lists, max_blocks)
     return launch_page_attention_backward(*(*args, index), turn=turn, **settings)
 
 
 PUBLIC = Functions(page_attention_forward, page_attention_backward)
 KERNELS = Functions(launch_page_attention_forward, launch_backward)
-TWICE = Functions(launch_page_attention_forward, launch_twice)
+TWICE = Functions(launch_page_attention_forward, partial(launch_backward, turn=0))
 
 # For properties that are not about rounding. On CPU the public functions are the definitions in plain torch.
 EVERYWHERE = pytest.mark.parametrize(

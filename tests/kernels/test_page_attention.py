@@ -1,6 +1,7 @@
 """Attention to selected pages, forward and backward, against dense masked attention with autograd in fp64."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -43,13 +44,17 @@ CONTENTS: dict[str, Any] = {
 ON_DEVICE = [torch.bfloat16, torch.float16, torch.float32]
 ON_CPU = [*ON_DEVICE, torch.float64]
 IN_INTERPRETER = [torch.float32, torch.float16]
-SMALL = {"page_tokens": [16, 32], "block_tokens": [16, 32]}
+SMALL = {"page_tokens": [16, 32], "block_tokens": [16, 64]}
+TURNS = [0, 1]
+"""KV heads of a turn of the backward: 0 forms the scores twice."""
 
 
 def check_case(functions: Functions, case: dict[str, Any], device: str = "cpu", **sizes: Any) -> None:
     """A combination of settings whose `rows` say how many query rows there are."""
     sizes = {**sizes, **case}
     block = sizes["block_tokens"]
+    if "turn" in sizes:
+        functions = functions._replace(backward=partial(functions.backward, turn=sizes.pop("turn")))
     tokens = {"whole blocks": 2 * block, "ragged block": 2 * block + 5, "less than a block": block - 3}
     check(functions, make_problem(tokens=tokens[sizes.pop("rows")], device=device, **sizes))
 
@@ -88,12 +93,19 @@ def test_interpreted_at_sizes_in_use(shape: dict[str, Any], dtype: torch.dtype) 
     check(KERNELS, make_problem(dtype=dtype, groups=1, pages=2, pattern="counts differ", others="some", **shape))
 
 
-@cases(SHAPES | SMALL | {"dtype": IN_INTERPRETER}, marks=INTERPRETED)
+@pytest.mark.parametrize("turn", TURNS)
+@INTERPRETED
+def test_interpreted_blocks_and_pages_of_several_tiles(turn: int) -> None:
+    case = {"rows": "ragged block", "block_tokens": 64, "page_tokens": 64, "pattern": "counts differ", "turn": turn}
+    check_case(KERNELS, case, dtype=torch.float32, groups=1, group=2, pages=4, others="some")
+
+
+@cases(SHAPES | SMALL | {"dtype": IN_INTERPRETER, "turn": TURNS}, marks=INTERPRETED)
 def test_interpreted_shapes(case: dict[str, Any]) -> None:
     check_case(KERNELS, case, groups=1, pages=3)
 
 
-@cases(CONTENTS | {"dtype": IN_INTERPRETER}, marks=INTERPRETED)
+@cases(CONTENTS | {"dtype": IN_INTERPRETER, "turn": TURNS}, marks=INTERPRETED)
 def test_interpreted_contents(case: dict[str, Any]) -> None:
     check_case(KERNELS, case, block_tokens=16, page_tokens=16, group=2, groups=1, pages=3)
 

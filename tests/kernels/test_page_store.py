@@ -63,6 +63,30 @@ def test_kernel(device: str, dtype: torch.dtype, shape: tuple[int, int, int]) ->
     check(launch_store_pages, launch_load_pages, device, dtype, shape)
 
 
+def check_missing(load: Callable[..., tuple[Tensor, Tensor]], device: str, dtype: torch.dtype) -> None:
+    """A slot of -1 is a page of zeros, and nothing is read for it."""
+    page, dim = 4, 12
+    pool = torch.full((4, 2, page, dim), float("nan"), dtype=dtype, device=device)
+    pool[1] = torch.arange(2 * page * dim).reshape(2, page, dim).to(pool)
+    slots = torch.tensor([[-1, 1, -1], [1, -1, -1]], dtype=torch.int32, device=device)
+    for number, loaded in enumerate(load(pool, slots)):
+        for group, row in enumerate(slots.tolist()):
+            for index, slot in enumerate(row):
+                tokens = loaded[group, index * page : (index + 1) * page]
+                assert torch.equal(tokens, pool[1, number] if slot == 1 else torch.zeros_like(tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("load", [load_pages, load_pages_reference])
+def test_missing_pages_are_zeros(load: Any, dtype: torch.dtype) -> None:
+    check_missing(load, "cpu", dtype)
+
+
+@pytest.mark.parametrize(("device", "dtype"), TRITON_PLACES)
+def test_kernel_with_missing_pages(device: str, dtype: torch.dtype) -> None:
+    check_missing(launch_load_pages, device, dtype)
+
+
 @pytest.mark.parametrize(("device", "dtype"), [p for p in TRITON_PLACES if p.values[0] == "cuda"])
 def test_kernel_at_full_size(device: str, dtype: torch.dtype) -> None:
     check(launch_store_pages, launch_load_pages, device, dtype, (128, 128, 16))

@@ -26,15 +26,26 @@ WAYS: dict[str, Any] = {
     "others": [True, False],
     "softcap": [False, True],
     "stochastic": [False, True],
+    "float8": [False, True],
 }
 
 
-def chosen(arch: int, kernel: Kernel, *, head_dim: int, page_tokens: int, block_tokens: int, dtype: str) -> Tiles:
-    return choose_tiles(kernel, head_dim, page_tokens, block_tokens, ITEMSIZE[dtype], SHARED_BYTES[arch])
+def chosen(
+    arch: int,
+    kernel: Kernel,
+    *,
+    head_dim: int,
+    page_tokens: int,
+    block_tokens: int,
+    dtype: str,
+    float8: bool = False,
+) -> Tiles:
+    return choose_tiles(kernel, head_dim, page_tokens, block_tokens, ITEMSIZE[dtype], SHARED_BYTES[arch], float8=float8)
 
 
 def build_of(arch: int, kernel: Kernel, *, group: int = 4, **case: Any) -> Build:
-    tiles = chosen(arch, kernel, **{name: case[name] for name in SIZES})
+    case["float8"] = case.get("float8", False) and arch >= 89  # older devices have no such numbers
+    tiles = chosen(arch, kernel, **{name: case[name] for name in (*SIZES, "float8")})
     return Build(kernel, arch, tiles=tiles, group=group, **case)
 
 
@@ -47,7 +58,8 @@ def check_builds(builds: list[Build]) -> None:
         pytest.skip(f"compiling without a GPU needs ptxas of Triton's wheel: {error}")
     wrong = []
     for build, size in zip(builds, shared_bytes(builds), strict=True):
-        estimate = shared_estimate(build.kernel, build.tiles, build.head_dim, ITEMSIZE[build.dtype])
+        itemsize = ITEMSIZE[build.dtype]
+        estimate = shared_estimate(build.kernel, build.tiles, build.head_dim, itemsize, float8=build.float8)
         if not size <= min(SHARED_BYTES[build.arch], estimate):
             wrong.append(f"{size} bytes, estimated {estimate}, there are {SHARED_BYTES[build.arch]}: {build}")
     assert not wrong, "\n".join(wrong)
@@ -58,13 +70,15 @@ def test_measured_configurations_on_an_h200() -> None:
     usual: dict[str, Any] = {"head_dim": 128, "page_tokens": 128, "block_tokens": 128, "dtype": "bf16"}
     assert chosen(90, "forward", **usual) == Tiles(128, 64, 4, 2)
     assert chosen(90, "backward_q", **usual) == Tiles(128, 128, 8, 2)
-    assert chosen(90, "backward_kv", **usual) == Tiles(64, 64, 4, 2)
+    assert chosen(90, "backward_kv", **usual) == Tiles(32, 64, 4, 4)
+    assert chosen(90, "backward_sum", **usual) == Tiles(128, 64, 8, 4, num_heads=2)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("head_dim", SIZES["head_dim"])
-def test_an_h200_runs_16_bits_as_measured(kernel: Kernel, head_dim: int) -> None:
-    assert choose_tiles(kernel, head_dim, 128, 128, 2, SHARED_BYTES[90]) == choose_tiles(
+@pytest.mark.parametrize("float8", [False, True])
+def test_an_h200_runs_16_bits_as_measured(kernel: Kernel, head_dim: int, float8: bool) -> None:
+    assert choose_tiles(kernel, head_dim, 128, 128, 2, SHARED_BYTES[90], float8=float8) == choose_tiles(
         kernel, head_dim, 128, 128, 2, 2**30
     )
 
@@ -72,10 +86,11 @@ def test_an_h200_runs_16_bits_as_measured(kernel: Kernel, head_dim: int) -> None
 @pytest.mark.parametrize("arch", SHARED_BYTES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_chosen_tiles_fit_and_divide(arch: int, kernel: Kernel) -> None:
-    for values in product(*SIZES.values()):
-        case = dict(zip(SIZES, values, strict=True))
+    for *values, float8 in product(*SIZES.values(), (False, True)):
+        case: dict[str, Any] = {**dict(zip(SIZES, values, strict=True)), "float8": float8}
         tiles = chosen(arch, kernel, **case)
-        assert shared_estimate(kernel, tiles, case["head_dim"], ITEMSIZE[case["dtype"]]) <= SHARED_BYTES[arch], case
+        estimate = shared_estimate(kernel, tiles, case["head_dim"], ITEMSIZE[case["dtype"]], float8=float8)
+        assert estimate <= SHARED_BYTES[arch], case
         assert case["block_tokens"] % tiles.block_m == 0 and case["page_tokens"] % tiles.block_n == 0, case
         assert min(tiles.block_m, tiles.block_n) >= 16 and tiles.num_stages >= 1, case
 
@@ -116,6 +131,9 @@ def test_kernels_fit_devices_with_little_shared_memory() -> None:
             build_of(120, "backward_kv", **usual | {"dtype": "fp32"}, stochastic=True),
             build_of(90, "backward_q", **usual),
             build_of(80, "forward", **wide | {"dtype": "fp16"}),
+            *(build_of(90, kernel, float8=True, **usual) for kernel in KERNELS),
+            build_of(89, "backward_q", float8=True, **usual),
+            build_of(90, "forward", float8=True, **wide),
         ]
     )
 

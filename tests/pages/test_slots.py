@@ -30,10 +30,10 @@ def test_a_slot_is_never_given_out_twice_and_its_marks_travel_with_it(num_slots:
             held |= set(slots.tolist())
         elif held:
             given = random.sample(sorted(held), min(size, len(held)))
-            marks = {f"{number}", f"{number}+"}
-            queue.give(np.array(given, np.int32), sorted(marks))
+            new = {f"{number}", f"{number}+"}
+            queue.give(np.array(given, np.int32), sorted(new))
             held -= set(given)
-            behind |= dict.fromkeys(given, marks)
+            behind |= dict.fromkeys(given, new)
         assert len(queue) == num_slots - len(held)
     slots, _ = queue.take(len(queue))
     assert sorted([*slots.tolist(), *held]) == list(range(num_slots))

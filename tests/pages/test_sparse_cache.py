@@ -187,6 +187,38 @@ def test_a_new_gradient_slot_holds_zero_and_a_used_one_keeps_its_gradient(grad_d
     assert_same_bits(collected(cache, SPARSE, plan.chunks[0]), wanted.expand(2, HEADS, 16, DIM))
 
 
+def test_only_what_is_wanted_gets_a_gradient() -> None:
+    plan = schedule(50)
+    cache = PagedKVCache(shape(), plan, CPU)
+    pages, wanted = PageRange(1, 4), np.array([[True, False], [False, False], [True, True]])
+    slots = cache.gradient_slots(SPARSE, pages, lambda: wanted)
+    assert (slots.T.numpy()[wanted] >= 0).all() and len(set(slots.T.numpy()[wanted].tolist())) == 3
+    gradients = cache._gradients
+    assert gradients is not None and (gradients.exists(SPARSE, pages) == wanted).all()
+    cache.gradient_pool[slots.T[torch.from_numpy(wanted)].long()] += 1  # as a kernel does
+    again = cache.gradient_slots(SPARSE, PageRange(1, 3), lambda: ~wanted[:2])
+    cache.gradient_pool[again.T[torch.from_numpy(~wanted[:2])].long()] += 2
+    per_page = torch.tensor([[0, 1, 2, 1], [0, 2, 2, 1]], dtype=torch.float32)
+    assert_same_bits(
+        collected(cache, SPARSE, plan.chunks[0]),
+        per_page.repeat_interleave(PAGE, 1)[None, :, :, None].expand(2, HEADS, 16, DIM),
+    )
+
+
+def test_adding_to_pages_of_which_some_heads_have_gradients() -> None:
+    plan = schedule(50)
+    cache = PagedKVCache(shape(), plan, CPU)
+    wanted = np.array([[False, True], [False, False]])
+    slots = cache.gradient_slots(SPARSE, PageRange(1, 3), lambda: wanted)
+    cache.gradient_pool[slots[1, 0].long()] += 1
+    cache.add_gradients(SPARSE, PageRange(0, 3), *torch.full((2, HEADS, 3 * PAGE, DIM), 4.0).unbind(0), seed=0)
+    per_page = torch.tensor([[4, 4, 4, 0], [4, 5, 4, 0]], dtype=torch.float32)
+    assert_same_bits(
+        collected(cache, SPARSE, plan.chunks[0]),
+        per_page.repeat_interleave(PAGE, 1)[None, :, :, None].expand(2, HEADS, 16, DIM),
+    )
+
+
 def test_gradient_slots_return_after_release() -> None:
     plan = schedule(50)
     cache = PagedKVCache(shape(grad_dtype=torch.bfloat16), plan, CPU)

@@ -51,6 +51,7 @@ class Bench:
     def read(self, layer: int, page: int) -> list[float]:
         """What the computing stream will find; a list that it fills."""
         slot, found = int(self.records.use(layer, PageRange(page, page + 1))), list[float]()
+        assert slot != NO_SLOT
         self.mover.compute(lambda: found.append(self.records.pool.storage[slot].flatten()[0].item()))
         return found
 
@@ -63,7 +64,7 @@ class Bench:
         assert not self.on_device(0)
 
     def on_device(self, layer: int) -> list[int]:
-        return np.flatnonzero(self.records._slots[layer, :, 0] != NO_SLOT).tolist()  # type: ignore[no-any-return]
+        return np.flatnonzero(self.records._slots[layer, :, 0] != NO_SLOT).tolist()
 
 
 def test_a_new_record_waits_until_its_slot_was_saved() -> None:
@@ -144,6 +145,15 @@ def test_what_is_expected_stays_until_it_is_used_and_then_leaves() -> None:
     bench.records.settle(0)
     assert bench.on_device(0) == [2]
     bench.records.use(0, PageRange(2, 3), wanted=lambda: ALL)
+    bench.records.settle(0)
+    assert bench.on_device(0) == []
+
+
+def test_what_is_forgotten_leaves() -> None:
+    bench = Bench((0, 0), 3)
+    bench.away(1, 2)
+    assert bench.records.expect(0, PageRange(1, 3))
+    bench.records.forget_expected()
     bench.records.settle(0)
     assert bench.on_device(0) == []
 
@@ -276,6 +286,22 @@ def test_what_was_dropped_is_written_again_when_it_leaves() -> None:
     assert found == [[1], [2], [3]]
 
 
+def test_what_leaves_at_the_same_time_keeps_its_place_on_the_host() -> None:
+    """0 has to be saved where there is no room, and 2, which the host has, leaves with it: 3 gives up its place."""
+    bench = nearly_full(most_slabs=2)
+    bench.records._worth = lambda layer: np.array([0, 3, 1, 4, 0, 0, 0, 0], np.float32)[:, None]
+    for page in (2, 3):
+        bench.read(0, page)
+    bench.records.settle(0)
+    assert bench.on_device(0) == [1, 3]
+    bench.mover.synchronize()
+    for page in (0, 2):
+        assert bench.records.exists(0, PageRange(page, page + 1)).all()
+        found = bench.read(0, page)
+        bench.mover.synchronize()
+        assert found == [page]
+
+
 def test_what_is_still_on_its_way_keeps_its_place_on_the_host() -> None:
     bench = nearly_full(most_slabs=2)
     assert bench.records.expect(0, PageRange(2, 3))
@@ -285,3 +311,40 @@ def test_what_is_still_on_its_way_keeps_its_place_on_the_host() -> None:
     found = bench.read(0, 2)
     bench.mover.synchronize()
     assert found == [2]
+
+
+def test_nothing_is_lost_where_host_memory_ends_in_an_eviction_of_clean_and_changed_records() -> None:
+    """A clean record that leaves beside changed ones is not on the device as well: its copy must stay."""
+    bench = Bench((1, 1), 5, store=plain_store(RECORD_BYTES, records_per_slab=2, most_slabs=1))
+    bench.write(0, 0, 10)
+    bench.write(0, 1, 11)
+    bench.records.settle(0)  # record 1 is on the host
+    bench.read(0, 1)  # and on the device again, unchanged
+    bench.write(0, 2, 12)
+    bench.write(0, 3, 13)
+    with pytest.raises(HostMemoryError):
+        bench.records.settle(0)  # three must leave, and the host has room for one more
+    assert bench.records.exists(0, PageRange(0, 4)).all()
+
+
+def test_records_brought_ahead_do_not_push_out_what_should_stay() -> None:
+    bench = Bench((2, 0), 4)
+    for page in range(5):
+        bench.write(0, page, page)
+        bench.records.settle(0)
+    bench.mover.synchronize()
+    assert bench.on_device(0) == [0, 1]
+    assert bench.records.expect(0, PageRange(2, 4))
+    bench.records.settle(0)
+    assert bench.on_device(0) == [0, 1, 2, 3], "the worthiest stay, and what is expected has the reserve"
+
+
+def test_what_was_expected_in_vain_leaves() -> None:
+    bench = Bench((0, 0), 4)
+    bench.away(0, 1, 2)
+    assert bench.records.expect(0, PageRange(0, 3))
+    bench.records.settle(0)
+    assert bench.on_device(0) == [0, 1, 2]
+    bench.records.forget_expected()
+    bench.records.settle(0)
+    assert not bench.on_device(0)

@@ -34,15 +34,13 @@ def test_what_fits_stays_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("values", "gradients", "free", "shares"),
     [
-        (60, 60, 80, (40, 40)),
-        (60, 120, 80, (40, 40)),
-        (30, 120, 80, (30, 50)),  # values are whole, and gradients have the rest
-        (120, 30, 80, (50, 30)),
+        (60, 60, 80, (60, 20)),  # values are whole, and gradients have the rest
+        (60, 120, 80, (60, 20)),
+        (120, 60, 80, (60, 20)),  # neither fits: a quarter is for gradients
+        (120, 10, 80, (70, 10)),  # gradients are whole
     ],
 )
-def test_both_pools_have_the_same_share_unless_one_is_whole(
-    values: int, gradients: int, free: int, shares: tuple[float, float]
-) -> None:
+def test_values_come_first(values: int, gradients: int, free: int, shares: tuple[float, float]) -> None:
     found = plan(demand(values * GIB, gradients * GIB), free * GIB)
     assert (found.device_value_bytes / GIB, found.device_gradient_bytes / GIB) == shares
     assert found.fits and found.host_bytes > 0
@@ -51,14 +49,14 @@ def test_both_pools_have_the_same_share_unless_one_is_whole(
 def test_activations_and_what_always_stays_are_taken_off_first() -> None:
     pages = demand(60 * GIB, 60 * GIB, mean_key_bytes=3 * GIB, list_bytes=GIB)
     found = plan(pages, 94 * GIB, activation_bytes=10 * GIB)
-    assert found.device_value_bytes == found.device_gradient_bytes == 40 * GIB
+    assert (found.device_value_bytes, found.device_gradient_bytes) == (60 * GIB, 20 * GIB)
 
 
 def test_the_host_may_hold_copies_of_what_is_on_the_device_where_it_has_room() -> None:
-    pages = demand(60 * GIB, 60 * GIB)
-    assert plan(pages, 80 * GIB, host=1000 * GIB).host_bytes == 120 * GIB
-    assert plan(pages, 80 * GIB, host=70 * GIB).host_bytes == 70 * GIB
-    assert plan(pages, 80 * GIB, host=40 * GIB).fits
+    pages = demand(100 * GIB, 60 * GIB)
+    assert plan(pages, 80 * GIB, host=1000 * GIB).host_bytes == 160 * GIB
+    assert plan(pages, 80 * GIB, host=90 * GIB).host_bytes == 90 * GIB
+    assert plan(pages, 80 * GIB, host=80 * GIB).fits
     assert plan(demand(30 * GIB, 120 * GIB), 80 * GIB).host_bytes == 120 * GIB  # values never leave
 
 
@@ -99,7 +97,7 @@ def test_too_small_a_device_names_a_chunk_that_fits() -> None:
 
 def test_a_limit_on_the_pools() -> None:
     pages = demand(60 * GIB, 60 * GIB)
-    assert plan(pages, 200 * GIB, device_pages_bytes=20 * GIB).device_value_bytes == 10 * GIB
+    assert plan(pages, 200 * GIB, device_pages_bytes=20 * GIB).device_value_bytes == 15 * GIB
     refused = plan(pages, 200 * GIB, device_pages_bytes=3 * GIB)
     assert not refused.fits and "Set device_pages_gib=4.0 or more" in refused.message
     assert plan(pages, 200 * GIB, device_pages_bytes=4 * GIB).fits

@@ -61,6 +61,16 @@ def test_options_of_sparse_attention(
     assert resolve(*recipe.oomb_sources()).config == oomb
 
 
+def test_options_of_memory(settings: dict[str, Any], write_recipe: Write) -> None:
+    block = {**settings.get("oomb", {}), "device_pages_gib": 40, "host_memory_gib": 1.5}
+    path = write_recipe(settings | {"oomb": block})
+    assert Recipe.from_yaml(path).oomb.device_pages_gib == 40.0
+    oomb = Recipe.from_yaml(
+        path, ["--oomb.device-pages-gib", "auto", "--oomb.host_memory_gib=96", "--oomb.offload"]
+    ).oomb
+    assert (oomb.device_pages_gib, oomb.host_memory_gib, oomb.offload) == ("auto", 96.0, True)
+
+
 def test_traps_of_yaml_are_read_as_meant(settings: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(settings | {"learning_rate": 0}).replace("learning_rate: 0", "learning_rate: 1e-4"))
@@ -140,6 +150,8 @@ def test_bad_settings(settings: dict[str, Any], write_recipe: Write, change: dic
         (["--rope_parameters", "{a"], ["--rope_parameters", "a mapping"]),
         (["--oomb.dense_layers", "²"], ["--oomb.dense_layers", "'²'", "a list of whole numbers"]),
         (["--oomb.dense_layers", "0,x"], ["--oomb.dense_layers", "'0,x'", "a list of whole numbers"]),
+        (["--oomb.host_memory_gib", "96GiB"], ["--oomb.host_memory_gib", "'96GiB'", "a number or 'auto'"]),
+        (["--oomb.host_memory_gib", "0"], ["host_memory_gib=0", "size in GiB"]),
         (["--oomb.q_block", "96"], ["--oomb.q_block", "'96'", "64 or 128"]),
         (["--oomb.top_k", "8"], ["top_k=8 with attention='dense'", "attention='sparse'"]),
     ],
