@@ -44,10 +44,6 @@ PAGE_FAULTS = {
             "ds_tiles.load([ds_at, first % Q_BLOCK])",
             "ds_tiles.load([ds_at, 0])",
         ),
-        "dQ: a second query head that is not there written": (
-            "tl.where(first_head + 1 < GROUP, num_tokens, 0)",
-            "num_tokens",
-        ),
         "dQ: dS times the first page of a list": (
             "        slot = tl.load(list_at + (step + 1) // SUBS, mask=step + 1 < num_steps, other=0)",
             "        pass",

@@ -71,6 +71,8 @@ class TieredPages:
         self._resident = [0] * shape.num_layers
         self._away = [0] * shape.num_layers
         """Records that only the host has."""
+        self._in_use: list[list[tuple[slice, Wanted | None]]] = [[] for _ in range(shape.num_layers)]
+        """By layer, what was used or added since it settled; None is every record."""
         self._downloads: list[Mark] = [None] * shape.num_layers
         """The last download of each layer."""
         self._largest_use = 0
@@ -85,6 +87,7 @@ class TieredPages:
         assert not (self.exists(layer, pages) & new).any(), "a record is made once"
         slots, marks = self._take(layer, int(new.sum()))
         self._mover.wait(marks)
+        self._in_use[layer].append((here, new))
         self._slots[layer, here][new] = slots
         self._changed[layer, here][new] = True
 
@@ -96,6 +99,8 @@ class TieredPages:
         assert wanted is None or len(ranges) == 1
         # Where nothing is away, nobody has to wait to know what is wanted.
         chosen = wanted() if wanted and (write or self._away[layer]) else None
+        # Before anything is brought: what is used must not give way to it.
+        self._in_use[layer] += [(slice(pages.first, pages.end), chosen) for pages in ranges]
         arrival, slots_nG = self._uploads_seen, []
         for pages in ranges:
             here = slice(pages.first, pages.end)
@@ -132,6 +137,7 @@ class TieredPages:
         self._expected[...] = False
 
     def settle(self, layer: int) -> None:
+        self._in_use[layer].clear()
         self._evict(layer, keep_expected=True)
 
     def free(self, layer: int, pages: PageRange) -> None:
@@ -175,6 +181,8 @@ class TieredPages:
             if other != layer:
                 self._evict(other, keep_expected=False)
         if len(self._free) < count:
+            self._give_way(layer, count - len(self._free))
+        if len(self._free) < count:
             raise RuntimeError(
                 f"Layer {layer} needs more pages at once than the device has room for.\n"
                 f"  It needs {count:,} records of {self._record_bytes:,} bytes, {len(self._free):,} slots are free.\n"
@@ -189,13 +197,27 @@ class TieredPages:
         if excess <= 0:
             return
         slots, expected = self._slots[layer].reshape(-1), self._expected[layer].reshape(-1)
-        here = np.flatnonzero(slots != NO_SLOT)
-        if len(here) > excess:
+        here = self._least_worth(layer, np.flatnonzero(slots != NO_SLOT), excess)
+        self._leave(layer, here[~expected[here]] if keep_expected else here)
+
+    def _give_way(self, layer: int, count: int) -> None:
+        """So many of a layer's own records leave, among those that it does not use now: brought ahead of time, or for a
+        use that never came."""
+        idle = self._slots[layer] != NO_SLOT
+        for here, chosen in self._in_use[layer]:
+            idle[here] &= False if chosen is None else ~chosen
+        self._leave(layer, self._least_worth(layer, np.flatnonzero(idle), count))
+
+    def _least_worth(self, layer: int, here: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+        if len(here) > count:
             worth = self._worth(layer).reshape(-1)[here]
-            here = here[np.argpartition(worth, excess - 1)[:excess]]
+            here = here[np.argpartition(worth, count - 1)[:count]]
             here.sort()  # neighbours are copied together
-        if keep_expected:
-            here = here[~expected[here]]
+        return here
+
+    def _leave(self, layer: int, here: npt.NDArray[np.int64]) -> None:
+        """These records leave the device."""
+        slots = self._slots[layer].reshape(-1)
         now = self._mover.now()
         changed = self._changed[layer].reshape(-1)[here]
         kept_by_host, only_here = here[~changed], here[changed]
@@ -203,7 +225,7 @@ class TieredPages:
         slots[kept_by_host] = NO_SLOT  # before host memory is looked for: what has left is not on the device as well
         self._save(layer, only_here, now)
         slots[only_here] = NO_SLOT
-        expected[here] = False
+        self._expected[layer].reshape(-1)[here] = False
         self._resident[layer] -= len(here)
         self._away[layer] += len(here)
 

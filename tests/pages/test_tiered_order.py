@@ -173,6 +173,34 @@ def test_what_others_expect_goes_back_where_slots_are_needed() -> None:
     assert found == [[1], [2], [5], [13]]
 
 
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_what_a_layer_has_ahead_of_time_gives_way_to_a_larger_use(forgotten: bool) -> None:
+    bench = Bench((0, 0), 4)
+    bench.away(1, 2, 3)
+    assert bench.records.expect(0, PageRange(1, 4))
+    if forgotten:
+        bench.records.forget_expected()
+    bench.records.add(0, PageRange(4, 6))
+    assert bench.on_device(0) == [1, 2, 4, 5], "the least worth, and no more than must"
+    bench.records.add(0, PageRange(6, 8))
+    assert bench.on_device(0) == [4, 5, 6, 7]
+    bench.records.settle(0)
+    found = [bench.read(0, page) for page in (1, 2)]
+    bench.mover.synchronize()
+    assert found == [[1], [2]]
+
+
+def test_what_is_used_does_not_give_way_to_what_is_used_with_it() -> None:
+    bench = Bench((0, 0), 5)
+    bench.away(1, 2, 3, 4, 5, 6)
+    assert bench.records.expect(0, PageRange(1, 5))
+    slots = bench.records.use(0, PageRange(3, 7))
+    assert NO_SLOT not in slots.flatten().tolist() and bench.on_device(0) == [1, 3, 4, 5, 6]
+    found = [bench.read(0, page) for page in range(3, 7)]
+    bench.mover.synchronize()
+    assert found == [[3], [4], [5], [6]]
+
+
 def test_room_for_the_largest_use_so_far_is_left() -> None:
     bench = Bench((0, 0), 3)
     bench.away(1, 2, 3)
