@@ -171,7 +171,7 @@ def test_ranges_of_sparse_settings(settings: dict[str, Any], texts: tuple[str, .
         assert text in str(caught.value), str(caught.value)
 
 
-MEMORY: dict[str, Any] = {"offload": True, "device_pages_gib": 40, "host_memory_gib": 0.5}
+MEMORY: dict[str, Any] = {"offload": "auto", "device_pages_gib": 40, "host_memory_gib": 0.5}
 
 
 def test_memory_settings_survive_json() -> None:

@@ -52,7 +52,7 @@ class PagedKVCache:
     ) -> None:
         self._shape = shape
         self._device = device
-        self._make_records = make_records or self._on_device
+        self._make_records = make_records  # no own method: a cycle would keep the pools alive
         self._num_pages = schedule.num_pages
         self._num_slots = shape.num_slots(schedule)
         self._sinks = [sinks for sinks in shape.sinks(schedule) if sinks] if shape.sinks_apart else []
@@ -252,6 +252,8 @@ class PagedKVCache:
         return self._sink_gradients
 
     def _made(self, kind: Kind, num_slots: int, dtype: torch.dtype) -> Records:
+        if self._make_records is None:
+            return self._on_device(kind, num_slots, dtype)
         records = self._make_records(kind, num_slots, dtype)
         if isinstance(records, TieredPages):
             self._tiered[kind] = records

@@ -28,7 +28,7 @@ from tests.harness.uses import recorded_runs
 DENSE = config(span_tokens=8, offload=True)
 SPARSE = sparse(span_tokens=8, offload=True)
 SETTINGS = pytest.mark.parametrize("settings", [DENSE, SPARSE], ids=["dense", "sparse"])
-LAYOUT = packed(documents_of(100, 21, 70))
+LAYOUT = packed(documents_of(90, 21, 40))
 SHORT = padded(documents_of(50, 40))
 
 
@@ -89,7 +89,7 @@ def test_steps_in_a_row_use_the_same_host_memory(model: nn.Module, settings: Oom
 
 def test_host_memory_does_not_grow(model: nn.Module) -> None:
     ours, sizes = twin(model), []
-    layout = padded(documents_of(90))
+    layout = padded(documents_of(70))
     with switched_on(ours, SPARSE):
         for number in range(30):
             if number % 3 == 1:
@@ -105,12 +105,12 @@ def test_host_memory_does_not_grow(model: nn.Module) -> None:
 def test_identical_steps_copy_the_same(model: nn.Module, settings: OombConfig) -> None:
     ours, copies = twin(model), []
     with switched_on(ours, settings):
-        for _ in range(3):
+        for _ in range(2):
             before = attachment_of(ours).offload.copied_bytes()
             step(ours, LAYOUT)
             after = attachment_of(ours).offload.copied_bytes()
             copies.append({way: after[way] - before[way] for way in after})
-    assert copies[0] == copies[1] == copies[2] and min(copies[0].values()) > 0
+    assert copies[0] == copies[1] and min(copies[0].values()) > 0
 
 
 @SETTINGS
