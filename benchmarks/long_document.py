@@ -1,8 +1,8 @@
 """A model folder and a document for `oomb train`, where no hub can be reached: real shapes, seeded random weights, and
 the words of real source files as tokens.
 
-    python -m benchmarks.long_document /tmp/long --shape qwen2.5-7b --tokens 1048576
-    oomb train --model_name_or_path /tmp/long/model --data_path /tmp/long/document.jsonl --output_dir /tmp/long/out \\
+    python -m benchmarks.long_document long --shape qwen2.5-7b --tokens 1048576
+    oomb train --model_name_or_path long/model --data_path long/document-1048576.jsonl --output_dir long/out \\
       --max_steps 2 --oomb.attention sparse --oomb.top_k 64 --oomb.page_grad_dtype bfloat16
 
 Speed and memory do not depend on the weights, but for which pages they select; words repeat as they do in source code.

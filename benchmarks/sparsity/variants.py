@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.sparsity.scene import Scene
-from oomb_accel.pages.shape import parts_of
+from oomb_accel.plan.sizes import parts_of
 from oomb_accel.selection import POOLED_TOKENS as POOLED
 from oomb_kernels import page_centroids, page_mass, pool_queries
 

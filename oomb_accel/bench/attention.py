@@ -18,7 +18,7 @@ from oomb_accel.bench.figures import BACKWARD, NOT_MEASURED, AttentionRow, Timed
 from oomb_accel.bench.flex import compiled_flex, flex_tasks
 from oomb_accel.bench.lists import Kind, draw_lists
 from oomb_accel.bench.timing import Measure, Task
-from oomb_accel.pages.shape import parts_of
+from oomb_accel.plan.sizes import parts_of
 from oomb_accel.selection import POOLED_TOKENS
 from oomb_kernels import (
     AttentionCall,

@@ -18,7 +18,7 @@ from oomb_accel.bench.tune import tune, tuning_table
 from oomb_accel.cli import env
 from oomb_accel.cli.report_file import check_writable
 from oomb_accel.config import unknown_key_message
-from oomb_accel.pages.shape import parts_of
+from oomb_accel.plan.sizes import parts_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _PAGE_GRAD_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

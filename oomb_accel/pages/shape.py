@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
+from oomb_accel.plan.sizes import SCALE_BYTES, parts_of
 from oomb_accel.schedule import ChunkSchedule, PageRange
 from oomb_kernels import FLOAT8
-
-_PART_TOKENS = 16
-"""Tokens with one mean key. Longer runs hide short passages, shorter ones draw selection to single odd keys, see
-docs/sparsity.md."""
-_SCALE_BYTES = 8
-"""Of K and V of a page of one KV head, in fp32."""
-
-
-def parts_of(page_tokens: int) -> int:
-    """Mean keys of a page: one for each run of 16 tokens, or fewer, so that it is a power of two."""
-    runs = page_tokens // math.gcd(page_tokens, _PART_TOKENS)
-    return runs & -runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +78,7 @@ class PageShape:
         """
         heads = len(self.sparse_layers) * self.num_kv_heads
         centroids = heads * schedule.num_pages * self.parts * self.head_dim * dtype.itemsize
-        scales = self.num_layers * self.num_kv_heads * schedule.num_pages * _SCALE_BYTES if self.float8 else 0
+        scales = self.num_layers * self.num_kv_heads * schedule.num_pages * SCALE_BYTES if self.float8 else 0
         return centroids + scales + self.num_sink_slots(schedule) * self.slot_bytes(torch.float32)
 
     def num_sink_slots(self, schedule: ChunkSchedule) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oomb_accel.pages import PagedKVCache, PageShape, WantedLater
-from oomb_accel.pages.shape import parts_of
+from oomb_accel.plan.sizes import parts_of
 from oomb_accel.schedule import Chunk, ChunkSchedule, PageRange
 from tests.harness.tolerance import assert_same_bits
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomb_accel.pages.shape import PageShape, parts_of
+from oomb_accel.pages.shape import PageShape
 from oomb_accel.plan import PageLayout, page_demand, sizes
 from oomb_accel.schedule import ChunkSchedule
 
@@ -54,8 +54,9 @@ def test_bytes_are_those_of_the_engine(
 
 
 @given(st.integers(1, 600))
-def test_mean_keys_of_a_page_are_those_of_the_engine(page_tokens: int) -> None:
-    assert sizes.parts_of(page_tokens) == parts_of(page_tokens)
+def test_parts_of_a_page_are_a_power_of_two_and_no_shorter_than_16_tokens(page_tokens: int) -> None:
+    parts = sizes.parts_of(page_tokens)
+    assert page_tokens % parts == 0 and parts & (parts - 1) == 0 and page_tokens // parts >= min(16, page_tokens)
 
 
 def test_a_float8_record_is_half_of_a_bfloat16_one_and_its_scales() -> None:
