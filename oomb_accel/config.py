@@ -45,8 +45,10 @@ class OombConfig(_Given):
     enabled: bool = True
     """False leaves the model as it is; ``enable`` then does nothing and says so."""
 
-    chunk_tokens: int = 8192
-    """Tokens per chunk: the unit of activation memory. Smaller saves memory, larger runs faster."""
+    chunk_tokens: int | Auto = 8192
+    """Tokens per chunk: the unit of activation memory. Smaller saves memory, larger runs faster. ``"auto"`` is chosen
+    once, at the first training step, as ``oomb estimate --chunk_tokens auto`` does: from the model, the memory that is
+    free then and the length of the document, or of the longest one where ``oomb train`` knows it."""
 
     page_tokens: int = 128
     """Tokens per KV page. A chunk ends on a page border, so it must be at least one page long."""
@@ -92,8 +94,9 @@ class OombConfig(_Given):
     """Storage of K and V. ``"float8"`` halves it: earlier chunks are then attended to as 8-bit floats (e4m3) with a
     scale for each page, which changes loss and gradients a little, see docs/numerics.md. Needs Ada, Hopper or later."""
 
-    page_grad_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Storage of page gradients. Sums are always made in fp32; bfloat16 is rounded stochastically."""
+    page_grad_dtype: Literal["float32", "bfloat16"] | Auto = "float32"
+    """Storage of page gradients. Sums are always made in fp32; bfloat16 is rounded stochastically. ``"auto"`` is chosen
+    together with the chunk: float32 where all pages then stay on the device, else bfloat16."""
 
     offload: bool | Auto = "auto"
     """Keep pages that the device has no room for in host memory. ``"auto"`` does so where they do not fit; False lets
@@ -143,7 +146,7 @@ class OombConfig(_Given):
                     f"{name} must be positive.\n  Got {name}={getattr(self, name)}.\n"
                     f"  Set {name}={_default(name)!r} (the default)."
                 )
-        if self.chunk_tokens < self.page_tokens:
+        if self.chunk_tokens != "auto" and self.chunk_tokens < self.page_tokens:
             raise ValueError(
                 "A chunk must hold at least one page.\n"
                 f"  Got chunk_tokens={self.chunk_tokens} with page_tokens={self.page_tokens}.\n"
@@ -218,6 +221,11 @@ class OombConfig(_Given):
             return cls(**block)
         except ValueError as error:
             raise ValueError(f"In {place}: {error}") from None
+
+    @property
+    def known_chunk_tokens(self) -> int:
+        """``chunk_tokens``; while "auto" is not chosen yet, the usual number, which evaluation works with."""
+        return max(_default("chunk_tokens"), self.page_tokens) if self.chunk_tokens == "auto" else self.chunk_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as plain values, for JSON or yaml."""

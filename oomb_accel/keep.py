@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from oomb_accel.host import host_limits
+from oomb_accel.plan.rates import DEVICE_RESERVE
 from oomb_accel.schedule import Chunk
-
-RESERVE = 0.06
-"""Share of the device that is never planned for: workspaces and fragmentation."""
 
 
 @dataclass(slots=True)
@@ -46,7 +44,7 @@ def free_bytes(device: torch.device) -> int:
         return host_limits().available_bytes
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + cached - int(RESERVE * total)
+    return free + cached - int(DEVICE_RESERVE * total)
 
 
 def chunks_to_keep(chunks: Sequence[Chunk], bytes_per_token: int, budget_bytes: float) -> frozenset[int]:

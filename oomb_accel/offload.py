@@ -80,8 +80,8 @@ class Offload:
                 "The pages of this document need more host memory than they may have.\n"
                 f"  Needed: {gib_above(needed)} GiB beside those on the device; the limit is "
                 f"{gib_text(self._budget)} GiB (host_memory_gib={self.host_memory_gib}).\n"
-                "  Set page_grad_dtype='bfloat16', page_dtype='float8' or a smaller chunk_tokens, train on shorter "
-                f"documents, or set host_memory_gib={gib_above(needed)} where the machine has it."
+                "  Set page_grad_dtype='bfloat16', page_dtype='float8' or, with sparse attention, page_budget; train on "
+                f"shorter documents, or set host_memory_gib={gib_above(needed)} where the machine has it."
             )
         return needed
 
@@ -129,8 +129,14 @@ class Offload:
         """Of pages copied so far, ``"up"`` to the device and ``"down"`` to the host."""
         return {"up": 0, "down": 0} if self.mover is None else dict(self.mover.num_bytes)
 
+    def waited_seconds(self) -> float:
+        """How long computing stood still for copies so far."""
+        return 0.0 if self.mover is None else self.mover.waited_seconds()
+
     def close(self) -> None:
         """Give all host memory back."""
+        if self.mover is not None:
+            self.mover.flush()
         if self.arena is not None:
             self.arena.close()
         self.arena = self.mover = None
@@ -164,7 +170,7 @@ class StreamRecords:
             self.offload.mover,
             lambda layer: self.foresight.worth(kind, layer),
         )
-        weakref.finalize(records, _give_back, store, self.device).atexit = False
+        weakref.finalize(records, _give_back, store, self.offload.mover, self.device).atexit = False
         return records
 
 
@@ -176,9 +182,10 @@ def _slab_bytes(num_bytes: int, record_bytes: int) -> int:
     return slab_bytes
 
 
-def _give_back(store: HostStore, device: torch.device) -> None:
+def _give_back(store: HostStore, mover: PageMover, device: torch.device) -> None:
     """Slabs of records that nobody has any more. A step to its end has freed them; one that failed, or whose loss was
     dropped, may have copies in flight."""
+    mover.flush()
     if store.num_bytes:
         if device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # after a failure of the device itself there are no copies either

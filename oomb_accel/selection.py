@@ -91,6 +91,7 @@ class TouchedPages:
         """``[N, G]``. Waits where the device is not there yet."""
         if self._copied is not None:
             self._copied.synchronize()
+            self._bits, self._copied = self._bits.clone(), None  # pinned memory is for the next lists
         named_GN = np.unpackbits(self._bits.numpy(), axis=1, count=self._num_pages, bitorder="little")
         return np.ascontiguousarray(named_GN.T).view(bool)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from oomb_accel import OombConfig
 from oomb_accel.foresight import _HORIZON, Foresight
 from oomb_accel.pages import PageShape
+from oomb_accel.progress import GIB
 from oomb_accel.schedule import Chunk, ChunkSchedule, PageRange
 from oomb_accel.selection import PageSelector, SelectionSettings
 from tests.harness.batches import documents_of, packed
@@ -37,8 +39,9 @@ STEPS: dict[str, tuple[str, OombConfig]] = {
 _TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
 
-def runs_of(name: str) -> list[Run]:
+def runs_of(name: str, **changes: Any) -> list[Run]:
     kind, settings = STEPS[name]
+    settings = dataclasses.replace(settings, **changes)
     extra: dict[str, Any] = {"layer_types": _TYPES} if kind == "gemma2" else {}
     model = tiny_model(kind, num_hidden_layers=LAYERS, hidden_size=32, intermediate_size=32, **extra)
     with recorded_runs() as runs:
@@ -82,24 +85,26 @@ def test_what_the_next_run_uses_first_is_told_as_well(name: str) -> None:
 @pytest.mark.parametrize("name", ["sparse", "bf16 page gradients", "no sinks", "windows beside sparse layers"])
 def test_what_is_worth_most_is_used_next(name: str) -> None:
     """The backward sweep: written out from what the step then really used."""
-    runs = runs_of(name)
-    backward = [run for run in runs if run.phase != "forward"]
-    num_pages = max(run.chunk.own_pages.end for run in runs)
-    size, compared, seen = (num_pages, HEADS), list[str](), set[float]()
-    for number, run in enumerate(backward):
-        following = backward[number + (run.phase == "backward") :]  # a backward uses its own while it runs
-        for (kind, layer), told in run.worths.items():
-            if np.array_equal(told[:, 0], -np.arange(num_pages)):
-                continue  # a dense layer
-            wanted = np.full(size, -1, np.float32)
-            first = run.chunk.index - (run.phase == "backward")
-            for later in reversed(following):
-                if later.chunk.index > first - _HORIZON:
-                    wanted[later.names(kind, layer, size)] = later.chunk.index
-            alive = slice(0, run.chunk.past_pages.end if run.phase == "backward" else num_pages)
-            np.testing.assert_array_equal(told[alive], wanted[alive], f"{kind} of layer {layer}, {run.phase}")
-            compared.append(kind)
-            seen |= set(np.unique(told).tolist())
+    compared, seen = list[str](), set[float]()
+    for pool_bytes in (75_000, 160_000):  # some records of each kind stay between uses, so that there is a choice
+        runs = runs_of(name, offload="auto", device_pages_gib=pool_bytes / GIB)
+        backward = [run for run in runs if run.phase != "forward"]
+        num_pages = max(run.chunk.own_pages.end for run in runs)
+        size = (num_pages, HEADS)
+        for number, run in enumerate(backward):
+            following = backward[number + (run.phase == "backward") :]  # a backward uses its own while it runs
+            for (kind, layer), told in run.worths.items():
+                if np.array_equal(told[:, 0], -np.arange(num_pages)):
+                    continue  # a dense layer
+                wanted = np.full(size, -1, np.float32)
+                first = run.chunk.index - (run.phase == "backward")
+                for later in reversed(following):
+                    if later.chunk.index > first - _HORIZON:
+                        wanted[later.names(kind, layer, size)] = later.chunk.index
+                alive = slice(0, run.chunk.past_pages.end if run.phase == "backward" else num_pages)
+                np.testing.assert_array_equal(told[alive], wanted[alive], f"{kind} of layer {layer}, {run.phase}")
+                compared.append(kind)
+                seen |= set(np.unique(told).tolist())
     assert len(compared) > 10 and set(compared) == {"values", "gradients"} and len(seen) > 4
 
 

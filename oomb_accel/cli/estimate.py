@@ -11,7 +11,7 @@ from typing import Any
 
 from oomb_accel.cli.estimate_tables import estimate_report
 from oomb_accel.config import unknown_key_message
-from oomb_accel.plan import GPUS, Job, best_chunk_tokens, estimate, gpu_named, largest_tokens, read_shape, suggestions
+from oomb_accel.plan import GPUS, Job, choose, estimate, gpu_named, largest_tokens, read_shape, suggestions
 from oomb_accel.plan.gpus import other_gpu
 from oomb_accel.plan.sizes import GIB
 
@@ -29,9 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     parser = _parser()
     options = parser.parse_args(_normalised(arguments, parser))
-    job = _job(options)
-    if options.chunk_tokens == "auto":
-        job = replace(job, chunk_tokens=best_chunk_tokens(job))
+    job, reasons = _chosen(_job(options), options)
     found = estimate(job)
     changes = [] if found.fits else suggestions(job)
     longest = largest_tokens(job)
@@ -39,11 +37,22 @@ def main(arguments: Sequence[str]) -> int:
         report: dict[str, Any] = found.as_dict() | {"largest_tokens": longest}
         if options.price is not None:
             report["cost_per_million_tokens"] = found.cost_per_million_tokens(options.price)
+        report["chosen"] = reasons
         report["suggestions"] = [{"change": s.change} | s.estimate.as_dict() for s in changes]
         print(json.dumps(report, indent=2))
     else:
-        print(estimate_report(found, longest, changes, options.price))
+        print(estimate_report(found, longest, changes, options.price, reasons))
     return 0 if found.fits else 1
+
+
+def _chosen(job: Job, options: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
+    """The job with what is "auto", and why."""
+    auto = {name: getattr(options, name) == "auto" for name in ("chunk_tokens", "page_grad_dtype")}
+    if not any(auto.values()):
+        return job, ()
+    choice = choose(job, **auto)
+    chosen = replace(job, chunk_tokens=choice.chunk_tokens, page_grad_dtype=choice.page_grad_dtype)
+    return chosen, choice.reasons
 
 
 def token_count(text: str) -> int:
@@ -105,7 +114,7 @@ def _job(options: argparse.Namespace) -> Job:
         chunk_tokens=chunk_tokens,
         page_tokens=options.page_tokens,
         page_dtype=options.page_dtype,
-        page_grad_dtype=options.page_grad_dtype,
+        page_grad_dtype="float32" if options.page_grad_dtype == "auto" else options.page_grad_dtype,
         keep_outputs=_SWITCH[options.keep_outputs],
         offload=_SWITCH[options.offload],
         device_pages_bytes=None if options.device_pages_gib is None else int(options.device_pages_gib * GIB),
@@ -169,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("--chunk_tokens", default="8192", help='default 8192; "auto" takes the best that fits')
     settings.add_argument("--page_tokens", type=int, default=128)
     settings.add_argument("--page_dtype", choices=["model", "float8"], default="model")
-    settings.add_argument("--page_grad_dtype", choices=["float32", "bfloat16"], default="float32")
+    settings.add_argument("--page_grad_dtype", choices=["float32", "bfloat16", "auto"], default="float32")
     settings.add_argument("--keep_outputs", choices=list(_SWITCH), default="auto")
     settings.add_argument("--offload", choices=list(_SWITCH), default="auto")
     settings.add_argument("--device_pages_gib", type=float, help="most GPU memory for pages; what is free if left out")

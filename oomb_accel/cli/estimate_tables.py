@@ -10,18 +10,22 @@ from oomb_accel.plan.sizes import GIB
 _WIDTH = 34
 
 
-def estimate_report(found: Estimate, longest: int, changes: Sequence[Suggestion], price: float | None) -> str:
+def estimate_report(
+    found: Estimate, longest: int, changes: Sequence[Suggestion], price: float | None, reasons: Sequence[str] = ()
+) -> str:
     """Memory, traffic, time, cost, and what to change.
 
     Args:
         longest: tokens of the longest document that fits.
         changes: single changes that make the job fit.
         price: of one GPU for an hour.
+        reasons: for settings that were chosen.
     """
     job, memory, time = found.job, found.memory, found.time
     available = job.gpu.memory_bytes
     lines = [
         *_head(job),
+        *(f"chosen: {reason}" for reason in reasons),
         "",
         f"GPU memory, GiB of {available / GIB:,.1f}",
         *_table(memory.device, GIB),

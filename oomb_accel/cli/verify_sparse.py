@@ -102,7 +102,7 @@ parameters against that of dense attention."""
 def _cost(model: nn.Module, config: OombConfig, documents: list[Tensor], windows: tuple[int | None, ...]) -> Any:
     _say("training step with dense attention")
     dense_config = OombConfig(
-        chunk_tokens=config.chunk_tokens,
+        chunk_tokens=config.known_chunk_tokens,
         page_tokens=config.page_tokens,
         span_tokens=config.span_tokens,
         backend=config.backend,
@@ -116,7 +116,7 @@ def _cost(model: nn.Module, config: OombConfig, documents: list[Tensor], windows
     lengths = [len(ids) for ids in documents]
     mass = attention_mass(model, documents, record, config.page_tokens, every=_mass_step(lengths))
     return (
-        loss_costs(dense.token_losses, sparse.token_losses, config.chunk_tokens),
+        loss_costs(dense.token_losses, sparse.token_losses, config.known_chunk_tokens),
         gradient_costs(dense.gradients, sparse.gradients),
         layer_attention(record, windows, lengths, config.page_tokens),
         mass,
@@ -171,7 +171,7 @@ def proof_case(config: OombConfig, documents: list[Tensor], *, as_trained: bool)
         as_trained: keep their pages and query blocks, which decide how kernels run; otherwise both are small.
     """
     page, q_block = (config.page_tokens, config.q_block) if as_trained else (_PROOF_PAGE, 64)
-    chunk = min(config.chunk_tokens, max(page, 4 * q_block)) if as_trained else _PROOF_CHUNK
+    chunk = min(config.known_chunk_tokens, max(page, 4 * q_block)) if as_trained else _PROOF_CHUNK
     sinks, recents = min(config.sink_pages, 1), min(config.recent_pages, _PROOF_RECENT)
     top_k = min(config.top_k, _PROOF_TOP_K)
     settings = dataclasses.replace(
@@ -194,13 +194,13 @@ def proof_case(config: OombConfig, documents: list[Tensor], *, as_trained: bool)
 def _check_sparse(config: OombConfig, documents: list[Tensor]) -> None:
     """Refuse documents that are attended to as a whole."""
     schedule = ChunkSchedule.build(
-        [len(ids) for ids in documents], [], chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens
+        [len(ids) for ids in documents], [], chunk_tokens=config.known_chunk_tokens, page_tokens=config.page_tokens
     )
     longest = max(len(chunk.past_pages) for chunk in schedule.chunks)
     always = config.sink_pages + config.recent_pages
     if longest > always + config.top_k:
         return
-    wanted = (always + config.top_k + 1) * config.page_tokens + config.chunk_tokens
+    wanted = (always + config.top_k + 1) * config.page_tokens + config.known_chunk_tokens
     remedy = f"Use --tokens {wanted} or more, with a text as long"
     if longest > always + 1:
         remedy += f", or --top_k {max(1, (longest - always) // 4)}"
@@ -234,7 +234,7 @@ def _describe(
     settings |= {name: getattr(config, name) for name in sorted(config.given & set(SPARSE_SETTINGS))}
     return (
         f"{type(model).__name__}, {model_facts(model).num_layers} layers, {options.dtype} on {device}; {text}: "
-        f"{', '.join(f'{length:,}' for length in lengths)} tokens in chunks of {config.chunk_tokens}, pages of "
+        f"{', '.join(f'{length:,}' for length in lengths)} tokens in chunks of {config.known_chunk_tokens}, pages of "
         f"{config.page_tokens}; {', '.join(f'{name}={value}' for name, value in settings.items())}"
     )
 

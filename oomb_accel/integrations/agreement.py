@@ -36,17 +36,32 @@ def agree_on_passes(num_passes: int, device: torch.device) -> int:
         RuntimeError: another rank has refused its batch.
     """
     passes, refused = _largest((num_passes, 0), device)
-    if refused:
-        raise RuntimeError(
-            "Another rank has refused its batch, so this step cannot be run.\n"
-            "  Its own message says why.\n  Look for it in the output of the other processes."
-        )
+    _check_refused(refused)
     return max(1, passes)
+
+
+def agree_on_least(first: int, second: int, device: torch.device) -> tuple[int, int]:
+    """The smaller one of each of two positive numbers, over all ranks. Collective.
+
+    Raises:
+        RuntimeError: another rank has refused its batch.
+    """
+    least = _largest((-first, -second), device)
+    _check_refused(max(0, *least))
+    return -least[0], -least[1]
 
 
 def refuse_passes(device: torch.device) -> None:
     """Take part in the agreement of a step that this rank cannot run, so that the others do not wait for it."""
     _largest((0, 1), device)
+
+
+def _check_refused(refused: int) -> None:
+    if refused:
+        raise RuntimeError(
+            "Another rank has refused its batch, so this step cannot be run.\n"
+            "  Its own message says why.\n  Look for it in the output of the other processes."
+        )
 
 
 def _largest(values: tuple[int, int], device: torch.device) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from oomb_accel.integrations.support import ModelFacts, checkpointed_modules, sp
 from oomb_accel.keep import ActivationMeter
 from oomb_accel.offload import Offload
 from oomb_accel.pages import PageShape, PassNeeds
+from oomb_accel.plan import Choice
 from oomb_accel.progress import ChunkEvent
 from oomb_accel.recurrence import RecurrenceSettings
 from oomb_accel.selection import OnSelection, PageSelector, SelectionSettings
@@ -57,6 +58,12 @@ class Attachment:
     """Lines that others add to the banner: where settings come from, the engine around the model."""
     active: bool = True
     announced: bool = False
+    chosen: Choice | None = None
+    """What "auto" came to, from the first training step on."""
+    stream_tokens: int | None = None
+    """Tokens of the longest micro-batch, where whoever set up the training knows it."""
+    optimizer_stands: bool = False
+    """Whether the optimizer has its states before the first step, as DeepSpeed's have."""
     pages: str = ""
     """The banner's line about where pages lie, once a step has shown it."""
     pages_said: set[str] = field(default_factory=set)
@@ -183,6 +190,24 @@ class Attachment:
         return PageSelector(settings, self.sparse_layers, self.on_selection)
 
     @property
+    def settled(self) -> OombConfig:
+        """The settings with what was chosen."""
+        if self.chosen is None:
+            return self.config
+        return replace(self.config, chunk_tokens=self.chosen.chunk_tokens, page_grad_dtype=self.chosen.page_grad_dtype)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens per chunk."""
+        return self.config.known_chunk_tokens if self.chosen is None else self.chosen.chunk_tokens
+
+    @property
+    def page_grad_dtype(self) -> torch.dtype:
+        """Storage of page gradients; there are none before "auto" is chosen."""
+        name = self.config.page_grad_dtype if self.chosen is None else self.chosen.page_grad_dtype
+        return torch.float32 if name == "auto" else getattr(torch, name)
+
+    @property
     def span_pages(self) -> int:
         """Most earlier pages per call of a dense layer."""
         return self.config.span_tokens // self.config.page_tokens
@@ -190,10 +215,10 @@ class Attachment:
     def pass_needs(self) -> PassNeeds:
         """What one pass over a chunk asks of a layer at once."""
         config = self.config
-        blocks = -(-config.chunk_tokens // config.q_block)
+        blocks = -(-self.chunk_tokens // config.q_block)
         listed = min(blocks * config.top_k, config.page_budget or sys.maxsize)
         return PassNeeds(
-            chunk_pages=config.chunk_tokens // config.page_tokens,
+            chunk_pages=self.chunk_tokens // config.page_tokens,
             span_pages=self.span_pages,
             listed_pages=max(listed, config.top_k) + config.sink_pages + config.recent_pages,
         )
@@ -201,7 +226,7 @@ class Attachment:
     def list_bytes(self, num_chunks: int) -> int:
         """Device memory of the lists of so many chunks, which are kept for the backward sweep."""
         config = self.config
-        blocks = -(-config.chunk_tokens // config.q_block)
+        blocks = -(-self.chunk_tokens // config.q_block)
         return 4 * num_chunks * len(self.sparse_layers) * self.facts.num_kv_heads * blocks * config.top_k
 
     def page_shape(self, *, sparse: bool = False) -> PageShape:
@@ -215,7 +240,7 @@ class Attachment:
             num_kv_heads=self.facts.num_kv_heads,
             head_dim=self.facts.head_dim,
             page_tokens=self.config.page_tokens,
-            grad_dtype=getattr(torch, self.config.page_grad_dtype),
+            grad_dtype=self.page_grad_dtype,
             windows=self.facts.windows,
             sparse_layers=self.sparse_layers if sparse else frozenset(),
             sink_pages=self.config.sink_pages,

@@ -42,8 +42,8 @@ def describe(state: Attachment) -> str:
     lines = [
         f"oomb_accel on {type(state.base).__name__} ({facts.model_type}), {facts.num_layers} layers, "
         f"{trainable:,} of {total:,} parameters trainable",
-        f"  chunks     {config.chunk_tokens:,} tokens, pages {config.page_tokens}{stored}, "
-        f"spans {config.span_tokens:,}; page gradients {config.page_grad_dtype}; "
+        f"  chunks     {_chunk(state)}, pages {config.page_tokens}{stored}, "
+        f"spans {config.span_tokens:,}; page gradients {state.settled.page_grad_dtype}; "
         f"attention outputs kept: {config.keep_outputs}",
         f"  attention  {config.attention}: {_backends(state)}",
         *([f"  selection  {_selection(state)}"] if state.sparse_layers else []),
@@ -55,6 +55,12 @@ def describe(state: Attachment) -> str:
         lines.append(f"  pages      {state.pages}")
     lines += [f"  {line}" for line in (*_gradients(state), *state.notes)]
     return "\n".join(lines)
+
+
+def _chunk(state: Attachment) -> str:
+    """Their size, or that nobody knows it yet."""
+    undecided = state.chosen is None and state.config.chunk_tokens == "auto"
+    return "auto (chosen at the first training step)" if undecided else f"{state.chunk_tokens:,} tokens"
 
 
 def say(state: Attachment, text: str) -> None:
@@ -77,7 +83,7 @@ def _gradients(state: Attachment) -> list[str]:
     return [
         f"gradients  deferred to the last chunk, because ZeRO 3 holds parameters in parts; {ranks} agree on the number "
         "of chunks before every call",
-        f"gathering  {gathered / GIB:.2f} GiB of parameters three times per chunk of {state.config.chunk_tokens:,} "
+        f"gathering  {gathered / GIB:.2f} GiB of parameters three times per chunk of {state.chunk_tokens:,} "
         "tokens, overlapped by DeepSpeed's prefetch; larger chunks gather less often, ZeRO 2 never",
     ]
 
@@ -102,7 +108,7 @@ def _selection(state: Attachment) -> str:
 
 def _backends(state: Attachment) -> str:
     """Which library does which part, by asking the question that the attention layers ask."""
-    chunk, span = state.config.chunk_tokens, state.config.span_tokens
+    chunk, span = state.chunk_tokens, state.config.span_tokens
     window = next((w for w in state.facts.windows if w is not None), None)
     parts = []
     if any(w is None for w in state.facts.windows):

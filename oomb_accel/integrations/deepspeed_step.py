@@ -17,6 +17,7 @@ from torch import Tensor
 
 from oomb_accel.integrations.agreement import agree_on_passes, num_ranks, refuse_passes
 from oomb_accel.integrations.attachment import Attachment, attachment_of
+from oomb_accel.integrations.auto import choose_settings
 from oomb_accel.integrations.engine import check_setup
 from oomb_accel.integrations.step import build_recurrence, checked_stream, stream_embeds
 from oomb_accel.integrations.stream import Stream
@@ -68,11 +69,14 @@ def step(engine: Any, batches: Mapping[str, Any] | Sequence[Mapping[str, Any]]) 
     """
     micro_batches = [dict(batches)] if isinstance(batches, Mapping) else [dict(batch) for batch in batches]
     state = attachment_of(engine.module)
+    with torch.enable_grad():  # whatever the caller's mode is, this is training
+        choose_settings(state, *micro_batches)
     try:
         _check_engine(engine, len(micro_batches))
         for batch in micro_batches:
             _check_batch(batch)
-        streams = [checked_stream(state, batch) for batch in micro_batches]
+        with torch.enable_grad():
+            streams = [checked_stream(state, batch) for batch in micro_batches]
     except Exception:
         refuse_passes(engine.device)
         raise

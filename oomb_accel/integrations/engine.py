@@ -137,7 +137,9 @@ def _initialize(call: inspect.BoundArguments, config: dict[str, Any], resolved: 
             disable(model)
         raise
     timeout = set_timeout(model, resolved.config, micro_steps=engine.gradient_accumulation_steps())
-    attachment_of(model).notes.extend(filter(None, (_describe(config), f"self-test  {tested}", timeout)))
+    state = attachment_of(model)
+    state.notes.extend(filter(None, (_describe(config), f"self-test  {tested}", timeout)))
+    state.optimizer_stands = True
     return (engine, *rest)
 
 

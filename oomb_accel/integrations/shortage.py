@@ -133,7 +133,7 @@ def _savings(shortage: Shortage, missing: int) -> dict[str, int]:
         savings[f"{offload}device_pages_gib={_gib_setting(fewer)}"] = on_device - fewer
     if config.page_grad_dtype == "float32" and on_device >= shortage.whole:
         savings["page_grad_dtype='bfloat16'"] = shortage.planned["gradients"] // 2
-    tokens = config.chunk_tokens // 2
+    tokens = config.known_chunk_tokens // 2
     while tokens >= config.page_tokens:
         saved = int(shortage.activations * max(0.0, 1 - tokens / shortage.longest_chunk))
         if saved >= missing or tokens // 2 < config.page_tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from oomb_accel.gradients import DeferredGradients, ReturnedGradients
 from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.agreement import agree_on_passes, is_partitioned, num_ranks, refuse_passes
 from oomb_accel.integrations.attachment import Attachment
+from oomb_accel.integrations.auto import choose_settings
 from oomb_accel.integrations.outputs import OombOutput
 from oomb_accel.integrations.rope import check_length
-from oomb_accel.integrations.step_memory import check_pages, stream_memory
+from oomb_accel.integrations.step_memory import divide_pages, stream_memory
 from oomb_accel.integrations.step_recurrence import StepRecurrence
 from oomb_accel.integrations.stream import Stream, build_stream, check_targets, dummy_stream
 from oomb_accel.integrations.support import (
@@ -54,6 +56,7 @@ def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | Fused
     partitioned = is_partitioned(state.model)
     if partitioned and not state.announced:
         check_versions("deepspeed")
+    choose_settings(state, batch)
     stream, num_passes = _agreed_stream(state, batch, collective=partitioned)
     device = stream.token_index_T.device
     parameters = [p for p in state.model.parameters() if p.requires_grad]
@@ -127,7 +130,7 @@ def build_recurrence(
         state,
         _chunk_model(state, batch, stream, call, statistics),
         stream.schedule,
-        stream_memory(state, stream.schedule, device, keep_last_graph=keep_last_graph),
+        stream_memory(state, stream.schedule, stream.rooms, device, keep_last_graph=keep_last_graph),
         state.settings(
             _caller_modes(state, device),
             keep_last_graph=keep_last_graph,
@@ -168,14 +171,13 @@ def checked_stream(state: Attachment, batch: dict[str, Any]) -> Stream:
     tokens, config = batch_tokens(batch), state.config
     check_device(state.base, tokens)
     check_kernels(state.facts, config, compute_dtype(state.base, tokens.device), tokens.device)
-    stream = build_stream(batch, chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens, device=tokens.device)
+    stream = build_stream(batch, chunk_tokens=state.chunk_tokens, page_tokens=config.page_tokens, device=tokens.device)
     text_config = state.base.config.get_text_config()
     check_targets(stream, text_config.vocab_size)
     if config.beyond_trained_length == "error":
         check_length(text_config, stream.document_tokens)
     _check_normaliser(batch, stream)
-    check_pages(state, stream.schedule, tokens.device)
-    return stream
+    return replace(stream, rooms=divide_pages(state, stream.schedule, tokens.device))
 
 
 def _dummy_passes(

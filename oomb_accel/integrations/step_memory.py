@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -13,22 +14,32 @@ from oomb_accel.keep import chunks_to_keep, free_bytes
 from oomb_accel.memory import Outputs, StreamMemory
 from oomb_accel.offload import StreamRecords
 from oomb_accel.pages import PagedKVCache, PageRooms, PageShape, PassNeeds, divide, working_bytes
+from oomb_accel.plan import PageLayout, least_host_bytes, page_demand
+from oomb_accel.plan.sizes import output_bytes
 from oomb_accel.progress import GIB
 from oomb_accel.schedule import ChunkSchedule
+from oomb_kernels import backward_workspace_bytes
 
 
 def stream_memory(
-    state: Attachment, schedule: ChunkSchedule, device: torch.device, *, keep_last_graph: bool
+    state: Attachment,
+    schedule: ChunkSchedule,
+    rooms: PageRooms | None,
+    device: torch.device,
+    *,
+    keep_last_graph: bool,
 ) -> StreamMemory:
     """An empty memory for one stream. Pages are selected where gradients are enabled: an evaluation is dense, as a
     model is served.
 
+    Args:
+        rooms: of `divide_pages`, under the same grad mode.
+
     Raises:
-        ValueError: as `check_pages`.
+        ValueError: host memory that was there when pages were divided is not there any more.
     """
     selector = state.selector() if torch.is_grad_enabled() else None
     shape = state.page_shape(sparse=selector is not None)
-    rooms = _rooms(state, schedule, device)
     kept = _kept_chunks(state, schedule, shape, device, keep_last_graph=keep_last_graph, offloads=rooms is not None)
     outputs: dict[int, Outputs] = {index: {} for index in kept}
     if rooms is None:
@@ -39,25 +50,59 @@ def stream_memory(
     return StreamMemory(PagedKVCache(shape, schedule, device, records), selector, outputs, foresight, rooms)
 
 
-def check_pages(state: Attachment, schedule: ChunkSchedule, device: torch.device) -> None:
-    """Refuse a stream whose pages have no place. Needs no other rank, and nothing is made yet.
+def divide_pages(state: Attachment, schedule: ChunkSchedule, device: torch.device) -> PageRooms | None:
+    """How pages are divided between device and host; None where all of them stay on the device. Needs no other rank,
+    and nothing is made yet.
 
     Raises:
         ValueError: pages fit neither on the device nor in host memory, or a setting asks for more than there is.
     """
-    rooms = _rooms(state, schedule, device)
-    if rooms is not None:
-        shape = state.page_shape(sparse=torch.is_grad_enabled() and bool(state.sparse_layers))
-        state.offload.check(rooms.host_bytes, _largest_record(state, shape, device))
-
-
-def _rooms(state: Attachment, schedule: ChunkSchedule, device: torch.device) -> PageRooms | None:
-    """How pages are divided between device and host; None where all of them stay on the device."""
     trains = torch.is_grad_enabled()
     shape, needs = state.page_shape(sparse=trains and bool(state.sparse_layers)), state.pass_needs()
     dtype = compute_dtype(state.base, device)
     room = _page_bytes(state, schedule, device, shape, needs)
-    return divide(shape, schedule, dtype, needs, room, with_gradients=trains)
+    rooms = divide(shape, schedule, dtype, needs, room, with_gradients=trains)
+    if rooms is None:
+        return None
+    if trains and shape.sparse_layers:
+        living = _living_host_bytes(state, schedule, shape, rooms, dtype)
+        rooms = replace(rooms, host_bytes=min(rooms.host_bytes, living))
+    state.offload.check(rooms.host_bytes, _largest_record(state, shape, device))
+    return rooms
+
+
+def _living_host_bytes(
+    state: Attachment, schedule: ChunkSchedule, shape: PageShape, rooms: PageRooms, dtype: torch.dtype
+) -> int:
+    """Host memory for what exists at one moment, with lists at random: gradients of selected pages come into being one
+    by one."""
+    config = state.config
+    layout = PageLayout(
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        windows=shape.windows,
+        sparse_layers=shape.sparse_layers,
+        value_dtype=config.page_dtype if shape.float8 else _name(dtype),
+        grad_dtype=_name(shape.grad_dtype),
+        compute_dtype=_name(dtype),
+        page_tokens=shape.page_tokens,
+        span_tokens=config.span_tokens,
+        top_k=config.top_k,
+        q_block=config.q_block,
+        sink_pages=config.sink_pages,
+        recent_pages=config.recent_pages,
+        page_budget=config.page_budget,
+    )
+    values, gradients = rooms.all_bytes["values"], rooms.all_bytes["gradients"]
+    if rooms.values is not None:
+        values = shape.slot_bytes(shape.value_dtype(dtype)) * sum(rooms.values.quotas)
+    if rooms.gradients is not None:
+        gradients = shape.slot_bytes(shape.grad_dtype) * sum(rooms.gradients.quotas)
+    return least_host_bytes(page_demand(layout, schedule), values, gradients)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _page_bytes(
@@ -94,16 +139,41 @@ def _largest_record(state: Attachment, shape: PageShape, device: torch.device) -
 def _output_bytes(state: Attachment, dtype: torch.dtype) -> int:
     """Attention output and LSE of a token, over all layers."""
     facts = state.facts
-    return facts.num_layers * facts.num_heads * (facts.head_dim * dtype.itemsize + 4)
+    return facts.num_layers * output_bytes(facts.num_heads, facts.head_dim, dtype.itemsize)
 
 
 def _other_bytes(state: Attachment, schedule: ChunkSchedule) -> int:
-    """What a step takes on the device beside pages and kept outputs: activations, gradients, recorded lists."""
+    """What a step takes on the device beside pages and kept outputs: activations, gradients, recorded lists, and what
+    the backward of selected pages works in."""
     longest = max((chunk.num_tokens for chunk in schedule.chunks), default=0)
     activations = int(longest * state.meter.bytes_per_token)
+    # Logits are among the activations; they are gone when the backward of the last layer begins.
+    vocabulary = state.base.config.get_text_config().vocab_size
+    logits = min(longest, schedule.num_targets) * vocabulary * state.base.dtype.itemsize
+    workspace = max(0, _sparse_workspace(state, schedule) - logits)
     # Sums in fp32, what is returned, and what it is added to.
     gradients = sum(whole_numel(p) * (4 + 2 * p.element_size()) for p in state.model.parameters() if p.requires_grad)
-    return activations + gradients + gathered_bytes(state.model) + state.list_bytes(len(schedule.chunks))
+    lists = state.list_bytes(len(schedule.chunks))
+    return activations + workspace + gradients + gathered_bytes(state.model) + lists
+
+
+def _sparse_workspace(state: Attachment, schedule: ChunkSchedule) -> int:
+    """Bytes that the backward of selected pages works in; 0 where no chunk selects."""
+    config, facts = state.config, state.facts
+    always = config.sink_pages + config.recent_pages
+    selecting = [c.num_tokens for c in schedule.chunks if len(c.past_pages) > always + config.top_k]
+    if not selecting or not state.sparse_layers or not torch.is_grad_enabled():
+        return 0
+    return backward_workspace_bytes(
+        num_heads=facts.num_heads,
+        num_groups=facts.num_kv_heads,
+        num_tokens=max(selecting),
+        block_tokens=config.q_block,
+        room=config.top_k,
+        page_tokens=config.page_tokens,
+        head_dim=facts.head_dim,
+        itemsize=state.base.dtype.itemsize,
+    )
 
 
 def _kept_chunks(

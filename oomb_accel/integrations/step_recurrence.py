@@ -96,7 +96,7 @@ class StepRecurrence(ChunkRecurrence):
             activations=int(longest * state.meter.bytes_per_token),
             longest_chunk=longest,
             host={"used": used, "limit": limit, "spare": min(spare, limit - used)},
-            config=state.config,
+            config=state.settled,
         )
 
 

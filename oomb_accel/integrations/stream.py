@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from oomb_accel.pages import PageRooms
 from oomb_accel.schedule import ChunkSchedule
 
 IGNORED = -100
@@ -57,6 +58,8 @@ class Stream:
     """int64 on the device: the same position in the flattened batch."""
     overcount: int
     """Labels that transformers' Trainer counts in this batch but that are no targets."""
+    rooms: PageRooms | None = None
+    """How pages are divided between device and host; None where all of them stay on the device."""
 
     @property
     def num_targets(self) -> int:

@@ -1,13 +1,15 @@
 """Moving records between device and host memory, apart from which and when.
 
 A mark stands for a moment on one of three streams: the one that computes, and one for each direction of copying. Work
-that must come behind it is given the mark; nothing here makes the host wait.
+that must come behind it is given the mark. The host waits for the device nowhere here.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -24,6 +26,7 @@ Mark: TypeAlias = Any
 
 _PIECE_BYTES = 4096
 """Small arrays are copied by one program per piece."""
+_UNCOUNTED_WAITS = 256
 
 
 class PageMover(Protocol):
@@ -31,6 +34,9 @@ class PageMover(Protocol):
 
     num_bytes: dict[str, int]
     """Of records copied so far, ``"up"`` to the device and ``"down"`` to the host."""
+
+    def waited_seconds(self) -> float:
+        """How long the computing stream stood still for copies, as far as it has come."""
 
     def now(self) -> Mark:
         """Everything that the computing stream was given so far."""
@@ -50,12 +56,18 @@ class PageMover(Protocol):
     def guard(self, storage: Tensor) -> None:
         """Nobody else gets this memory, once it is dropped, before the copies in flight have passed."""
 
+    def flush(self) -> None:
+        """Every copy that was asked for is in its stream afterwards. Comes before memory of copies is dropped."""
+
 
 class HostMover:
     """For the CPU: every copy is done at once."""
 
     def __init__(self) -> None:
         self.num_bytes = {"up": 0, "down": 0}
+
+    def waited_seconds(self) -> float:
+        return 0.0
 
     def now(self) -> Mark:
         return None
@@ -77,28 +89,57 @@ class HostMover:
     def guard(self, storage: Tensor) -> None:
         return None
 
+    def flush(self) -> None:
+        return None
+
 
 class CudaMover:
-    """One stream per direction.
+    """One stream per direction, and a thread that fills both: a copy costs the driver a microsecond or two of host
+    time, and tens of thousands may belong to a chunk.
+
+    Marks are events, or futures of events. One thread keeps the order, so that what a copy must come behind was given
+    to its stream before.
 
     Args:
         pinned: whether all host memory is. Pinning may be refused at any time.
     """
 
     def __init__(self, device: torch.device, *, pinned: Callable[[], bool]) -> None:
-        self._device = device
+        # Another thread has another current device.
+        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        device = self._device
         self._pinned = pinned
         self._method: CopyMethod = best_copy_method(device)
         self._small_by_kernel = "kernel" in available_copy_methods(device)
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="oomb-copies")
+        self._last: Future[torch.cuda.Event] | None = None
         self._in_flight: deque[tuple[torch.cuda.Event, object]] = deque()
+        """What small copies read, and when they have passed."""
+        self._in_flight_here: deque[tuple[torch.cuda.Event, object]] = deque()
+        """The same of records; the thread's own."""
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        """Before and behind each wait that is not counted yet."""
+        self._waited_ms = 0.0
         self.num_bytes = {"up": 0, "down": 0}
 
+    def waited_seconds(self) -> float:
+        self._count_waits()
+        return self._waited_ms / 1000
+
     def now(self) -> Mark:
-        return self._record(torch.cuda.current_stream(self._device))
+        return _record(torch.cuda.current_stream(self._device))
 
     def wait(self, marks: Iterable[Mark]) -> None:
-        self._order(torch.cuda.current_stream(self._device), marks)
+        ahead = [event for event in map(_event, marks) if event is not None and not event.query()]
+        if not ahead:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        before = _record(stream, timed=True)
+        self._order(stream, ahead)
+        self._waits.append((before, _record(stream, timed=True)))
+        if len(self._waits) > _UNCOUNTED_WAITS:
+            self._count_waits()
 
     def upload(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
         self.num_bytes["up"] += len(sources) * record_bytes
@@ -118,7 +159,7 @@ class CudaMover:
             offsets = np.arange(0, size, _PIECE_BYTES, dtype=np.int64)
             pair = host.data_ptr() + offsets, device.data_ptr() + offsets
             used = copy_records(*pair, _PIECE_BYTES, to_device=True, device=self._device, method="kernel")
-            self._keep((host, used), self.now())
+            _keep(self._in_flight, (host, used), self.now())
         else:
             device.copy_(host, non_blocking=True)
         return device[: array.nbytes].view(torch.int32).view(array.shape)
@@ -126,6 +167,11 @@ class CudaMover:
     def guard(self, storage: Tensor) -> None:
         storage.record_stream(self._up)
         storage.record_stream(self._down)
+
+    def flush(self) -> None:
+        if self._last is not None:
+            with contextlib.suppress(Exception):  # whoever waits for the copy is told
+                self._last.result()
 
     def _copy(
         self,
@@ -136,33 +182,48 @@ class CudaMover:
         after: Iterable[Mark],
         *,
         to_device: bool,
-    ) -> Mark:
-        self._order(stream, after)
-        with torch.cuda.stream(stream):
-            used = copy_records(
-                sources,
-                targets,
-                record_bytes,
-                to_device=to_device,
-                device=self._device,
-                method=self._method if self._pinned() else "loop",
-            )
-            mark = self._record(stream)
-        self._keep(used, mark)
-        return mark
+    ) -> Future[torch.cuda.Event]:
+        marks = list(after)
 
-    def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(stream)
-        return event
+        def run() -> torch.cuda.Event:
+            with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                self._order(stream, map(_event, marks))
+                method = self._method if self._pinned() else "loop"
+                used = copy_records(
+                    sources, targets, record_bytes, to_device=to_device, device=self._device, method=method
+                )
+                event = _record(stream)
+            _keep(self._in_flight_here, used, event)
+            return event
 
-    def _order(self, stream: torch.cuda.Stream, marks: Iterable[Mark]) -> None:
-        for mark in marks:
-            if mark is not None:
-                stream.wait_event(mark)
+        self._last = self._thread.submit(run)
+        return self._last
 
-    def _keep(self, used: object, mark: torch.cuda.Event) -> None:
-        """Hold what a copy reads until it has passed."""
-        while self._in_flight and self._in_flight[0][0].query():
-            self._in_flight.popleft()
-        self._in_flight.append((mark, used))
+    def _order(self, stream: torch.cuda.Stream, events: Iterable[torch.cuda.Event | None]) -> None:
+        for event in events:
+            if event is not None:
+                stream.wait_event(event)
+
+    def _count_waits(self) -> None:
+        while self._waits and self._waits[0][1].query():
+            before, behind = self._waits.popleft()
+            self._waited_ms += before.elapsed_time(behind)
+
+
+def _event(mark: Mark) -> torch.cuda.Event | None:
+    """Raises: RuntimeError: the copy was refused."""
+    return mark.result() if isinstance(mark, Future) else mark
+
+
+def _record(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=timed)
+    event.record(stream)
+    return event
+
+
+def _keep(in_flight: deque[tuple[torch.cuda.Event, object]], used: object, event: torch.cuda.Event) -> None:
+    """Hold what a copy reads until it has passed."""
+    while in_flight and in_flight[0][0].query():
+        in_flight.popleft()
+    if used is not None:
+        in_flight.append((event, used))

@@ -136,7 +136,7 @@ def _room(counts: list[int], least: int, num_slots: int) -> DeviceRoom | None:
     whole = sum(counts)
     if whole <= num_slots:
         return None
-    reserve = max(least, min(_AHEAD * least, num_slots // 2))
+    reserve = min(_AHEAD * least, num_slots)
     return DeviceRoom(tuple(count * (num_slots - reserve) // whole for count in counts), reserve)
 
 

@@ -61,8 +61,8 @@ class TieredPages:
         self._host_slots = np.full(size, NO_SLOT, np.int64)
         self._changed = np.zeros(size, bool)
         """Whether the device has something that the host has not."""
-        self._expected = np.zeros(size, bool)
-        """Brought ahead of a use that has not come yet."""
+        self._expected = np.zeros(size, np.int8)
+        """Uses ahead of which the record was brought, and which have not come yet."""
         self._arrivals = np.zeros(size, np.int32)
         """Number of the upload that brought the record. Uploads pass in order."""
         self._uploads: dict[int, Mark] = {}
@@ -109,7 +109,8 @@ class TieredPages:
                 self._bring(layer, pages, missing)
             slots = self._slots[layer, here]
             used = slots != NO_SLOT if chosen is None else chosen & (slots != NO_SLOT)
-            self._expected[layer, here][used] = False
+            expected = self._expected[layer, here]
+            expected -= used & (expected > 0)
             self._changed[layer, here] |= used & write
             arrival = max(arrival, self._latest(layer, here, used))
             slots_nG.append(np.where(used, slots, NO_SLOT))
@@ -129,12 +130,12 @@ class TieredPages:
             self._bring(layer, pages, missing)
         here = slice(pages.first, pages.end)
         present = self._slots[layer, here] != NO_SLOT
-        self._expected[layer, here] |= present if wanted is None else present & wanted
+        self._expected[layer, here] += present if wanted is None else present & wanted
         return True
 
     def forget_expected(self) -> None:
         """Nothing is expected any more: what was brought for uses that never came may leave."""
-        self._expected[...] = False
+        self._expected[...] = 0
 
     def settle(self, layer: int) -> None:
         self._in_use[layer].clear()
@@ -151,7 +152,8 @@ class TieredPages:
         self._away[layer] -= int((~present & (host_slots != NO_SLOT)).sum())
         self._host.free(host_slots[host_slots != NO_SLOT])
         slots[...], host_slots[...] = NO_SLOT, NO_SLOT
-        self._changed[layer, here] = self._expected[layer, here] = False
+        self._changed[layer, here] = False
+        self._expected[layer, here] = 0
 
     def _missing(self, layer: int, pages: PageRange, wanted: Wanted | None) -> Wanted:
         here = slice(pages.first, pages.end)
@@ -198,7 +200,7 @@ class TieredPages:
             return
         slots, expected = self._slots[layer].reshape(-1), self._expected[layer].reshape(-1)
         here = self._least_worth(layer, np.flatnonzero(slots != NO_SLOT), excess)
-        self._leave(layer, here[~expected[here]] if keep_expected else here)
+        self._leave(layer, here[expected[here] == 0] if keep_expected else here)
 
     def _give_way(self, layer: int, count: int) -> None:
         """So many of a layer's own records leave, among those that it does not use now: brought ahead of time, or for a
@@ -225,7 +227,7 @@ class TieredPages:
         slots[kept_by_host] = NO_SLOT  # before host memory is looked for: what has left is not on the device as well
         self._save(layer, only_here, now)
         slots[only_here] = NO_SLOT
-        self._expected[layer].reshape(-1)[here] = False
+        self._expected[layer].reshape(-1)[here] = 0
         self._resident[layer] -= len(here)
         self._away[layer] += len(here)
 

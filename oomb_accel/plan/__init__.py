@@ -1,18 +1,21 @@
 """What a step takes before it runs: memory by tier, time, traffic; for laptops too, so nothing here imports torch."""
 
-from oomb_accel.plan.fit import Estimate, Suggestion, best_chunk_tokens, estimate, largest_tokens, suggestions
+from oomb_accel.plan.choose import Choice, choose
+from oomb_accel.plan.fit import Estimate, Suggestion, estimate, largest_tokens, suggestions
 from oomb_accel.plan.gpus import GPUS, Gpu, gpu_named
-from oomb_accel.plan.job import Job
+from oomb_accel.plan.job import Found, Job
 from oomb_accel.plan.memory import Memory, estimate_memory
 from oomb_accel.plan.pages import PageDemand, PageLayout, page_demand
-from oomb_accel.plan.pools import MemoryPlan, plan_memory
+from oomb_accel.plan.pools import MemoryPlan, least_host_bytes, plan_memory
 from oomb_accel.plan.shape import ModelShape, shape_of
 from oomb_accel.plan.source import read_shape
 from oomb_accel.plan.timing import StepTime, estimate_time
 
 __all__ = [
     "GPUS",
+    "Choice",
     "Estimate",
+    "Found",
     "Gpu",
     "Job",
     "Memory",
@@ -22,12 +25,13 @@ __all__ = [
     "PageLayout",
     "StepTime",
     "Suggestion",
-    "best_chunk_tokens",
+    "choose",
     "estimate",
     "estimate_memory",
     "estimate_time",
     "gpu_named",
     "largest_tokens",
+    "least_host_bytes",
     "page_demand",
     "plan_memory",
     "read_shape",

@@ -16,13 +16,10 @@ from oomb_accel.plan.timing import StepTime, estimate_time
 
 LONGEST = 1 << 24
 """Tokens; no estimate looks further."""
+CHUNKS = (8192, 4096, 2048, 1024, 512)
+"""Tokens of the chunks that are tried, the largest first."""
 _STANDING = ("weights", "gathered weights", "optimizer", "gradient buckets", "gradients")
-_CHUNKS = (8192, 4096, 2048, 1024, 512)
-_MEASURED_CHUNKS = (8192, 4096)
-"""Smaller ones run slower than the estimate of their time says."""
 _SHORT_SPAN = 8192
-_GAIN = 0.03
-"""Share by which another chunk than the usual one must be faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +94,8 @@ def _fits(job: Job) -> bool:
 
 
 def _refusal(job: Job, memory: Memory) -> str:
+    if job.found is not None:  # weights and optimizer are there, and nothing but pages needs a place
+        return memory.plan.message
     standing = rates.CONTEXT_BYTES + sum(memory.device[part] for part in _STANDING)
     if standing > job.gpu.memory_bytes:
         return (
@@ -148,21 +147,6 @@ def largest_tokens(job: Job) -> int:
     return fits * step
 
 
-def best_chunk_tokens(job: Job) -> int:
-    """The chunk for a job: the usual one, or another of those that were measured if it is faster by `_GAIN`.
-
-    Where none of them fits, the largest smaller one that does; the smallest of all where nothing fits.
-    """
-    found = [estimate(replace(job, chunk_tokens=tokens)) for tokens in _CHUNKS if tokens >= job.page_tokens]
-    measured = [e for e in found if e.fits and e.job.chunk_tokens in _MEASURED_CHUNKS]
-    if measured:
-        fastest = min(measured, key=lambda e: e.time.seconds)
-        usual = measured[0]
-        gains = fastest.time.seconds < usual.time.seconds * (1 - _GAIN)
-        return (fastest if gains else usual).job.chunk_tokens
-    return next((e for e in found if e.fits), found[-1]).job.chunk_tokens if found else job.page_tokens
-
-
 def suggestions(job: Job) -> list[Suggestion]:
     """Single changes with which the job fits, the fastest first; where there is none, several together."""
     found = [Suggestion(change, estimate(changed)) for change, changed in _changes(job)]
@@ -173,7 +157,7 @@ def suggestions(job: Job) -> list[Suggestion]:
 def _together(job: Job) -> list[Suggestion]:
     """The cheapest changes, one on top of the other, until the job fits; without those that prove unnecessary."""
     wanted: dict[str, Any] = {"keep_outputs": "auto", "offload": "auto", "page_grad_dtype": "bfloat16"}
-    steps: list[dict[str, Any]] = [{"chunk_tokens": tokens} for tokens in _CHUNKS]
+    steps: list[dict[str, Any]] = [{"chunk_tokens": tokens} for tokens in CHUNKS]
     for step in (*steps, {"span_tokens": _SHORT_SPAN}, {"attention": "sparse"}, {"page_dtype": "float8"}):
         wanted |= step
         if _fits(replace(job, **wanted)):
@@ -195,11 +179,12 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
         yield "page_grad_dtype: bfloat16", replace(job, page_grad_dtype="bfloat16")
     if job.page_dtype == "model":
         yield "page_dtype: float8", replace(job, page_dtype="float8")
-    for tokens in _CHUNKS:
+    for tokens in CHUNKS:
         smaller = replace(job, chunk_tokens=tokens)
         if job.page_tokens <= tokens < job.chunk_tokens and _fits(smaller):
             yield f"chunk_tokens: {tokens}", smaller
             break
+    yield from _smaller_budget(job)
     if job.span_tokens > _SHORT_SPAN:
         yield f"span_tokens: {_SHORT_SPAN}", replace(job, span_tokens=_SHORT_SPAN)
     if job.attention == "dense" and any(window is None for window in job.model.windows):
@@ -217,6 +202,17 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
             yield f"{gpus} GPUs with ZeRO 3, {wider.host_bytes / GIB:,.0f} GiB of host memory", wider
             break
     yield from _more_host(job)
+
+
+def _smaller_budget(job: Job) -> Iterator[tuple[str, Job]]:
+    """The largest half, quarter and so on of what lists can name: fewer pages have a gradient at one moment."""
+    budget = -(-job.chunk_tokens // job.q_block) * job.top_k // 2 if job.sparse_layers else 0
+    while budget >= job.top_k:
+        smaller = replace(job, page_budget=budget)
+        if budget < (job.page_budget or LONGEST) and _fits(smaller):
+            yield f"page_budget: {budget}", smaller
+            return
+        budget //= 2
 
 
 def _more_host(job: Job) -> Iterator[tuple[str, Job]]:

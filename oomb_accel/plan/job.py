@@ -13,6 +13,19 @@ from oomb_accel.schedule import ChunkSchedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What was found on a machine and in a model just before a step, instead of what sizes and names say."""
+
+    device_bytes: int
+    """Free for activations, gradients and pages: without what is never planned for, and what an optimizer still makes
+    for itself."""
+    host_bytes: int
+    """That each process may take for pages."""
+    graph_bytes_per_token: float
+    """What a token's graph holds between forward and backward, without logits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """One optimizer step on one document per GPU. Names as in `OombConfig` and recipes."""
 
@@ -22,6 +35,7 @@ class Job:
     lora_r: int = 16
     """Rank of the adapters on all linear layers; 0 trains all weights."""
     weights_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     attention: Literal["dense", "sparse"] = "dense"
     top_k: int = 64
@@ -53,6 +67,8 @@ class Job:
     """`oomb_accel.deepspeed.step` instead of one backward."""
     host_bytes: int = 128 * GIB
     """Memory of the host, for all GPUs together."""
+    found: Found | None = None
+    """None before there is a machine."""
 
     def schedule(self) -> ChunkSchedule:
         """The document's chunks; every token but the first is a target."""
@@ -87,8 +103,9 @@ class Job:
             head_dim=self.model.head_dim,
             windows=self.model.windows,
             sparse_layers=self.sparse_layers,
-            value_dtype="float8" if self.page_dtype == "float8" else "bfloat16",
+            value_dtype="float8" if self.page_dtype == "float8" else self.compute_dtype,
             grad_dtype=self.page_grad_dtype,
+            compute_dtype=self.compute_dtype,
             page_tokens=self.page_tokens,
             span_tokens=self.span_tokens,
             top_k=self.top_k,

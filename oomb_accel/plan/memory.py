@@ -8,7 +8,7 @@ from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
 from oomb_accel.plan.pages import PageDemand, page_demand
 from oomb_accel.plan.pools import MemoryPlan, plan_memory
-from oomb_accel.plan.sizes import host_margin, output_bytes
+from oomb_accel.plan.sizes import DTYPE_BYTES, host_margin, output_bytes, page_backward_bytes
 from oomb_accel.schedule import ChunkSchedule
 
 _ADAM_BYTES = 8
@@ -49,19 +49,19 @@ def estimate_memory(job: Job) -> Memory:
     schedule = job.schedule()
     standing, gradients = _training_state(job), _gradients(job)
     longest = max(chunk.num_tokens for chunk in schedule.chunks)
-    activations = longest * activation_bytes_per_token(job)
+    activations = int(longest * _graph_bytes_per_token(job))
     targets = min(longest, schedule.num_targets)
-    logits = rates.LOGIT_COPIES * 2 * targets * job.model.vocabulary
+    logits = rates.LOGIT_COPIES * DTYPE_BYTES[job.compute_dtype] * targets * job.model.vocabulary
+    workspace = _sparse_workspace(job, schedule)
     demand = page_demand(job.pages, schedule)
     pinned, pageable = _host_state(job)
-    free = int(job.gpu.memory_bytes * (1 - rates.DEVICE_RESERVE)) - rates.CONTEXT_BYTES - rates.WORKSPACE_BYTES
-    free -= sum(standing.values()) + sum(gradients.values())
-    chunk_bytes = activations + logits
+    free = free_device_bytes(job, standing) - rates.WORKSPACE_BYTES - sum(gradients.values())
+    chunk_bytes = activations + max(logits, workspace)  # logits are gone when the first layer's backward runs
     plan = plan_memory(
         demand,
         free_device_bytes=free,
         activation_bytes=chunk_bytes,
-        host_budget_bytes=host_budget_bytes(job) - sum(pinned.values()),
+        host_budget_bytes=host_budget_bytes(job) - (0 if job.found else sum(pinned.values())),
         chunk_tokens=job.chunk_tokens,
         offload=job.offload,
         device_pages_bytes=job.device_pages_bytes,
@@ -72,10 +72,13 @@ def estimate_memory(job: Job) -> Memory:
     reused = longest * kept_bytes_per_token(job) if kept else 0
     device = {
         **standing,
-        **_worst_moment(job, activations, logits, reused, plan.device_gradient_bytes + demand.sink_gradient_bytes),
+        **_worst_moment(
+            job, activations, logits, workspace, reused, plan.device_gradient_bytes + demand.sink_gradient_bytes
+        ),
         **gradients,
         "K and V": plan.device_value_bytes,
         "mean keys": demand.mean_key_bytes,
+        "scales": demand.scale_bytes,
         "page lists": demand.list_bytes,
         "kept attention outputs": kept_bytes,
         "workspace": rates.WORKSPACE_BYTES,
@@ -85,23 +88,58 @@ def estimate_memory(job: Job) -> Memory:
     return Memory(device, pinned, pageable, demand, plan, kept, schedule)
 
 
-def _worst_moment(job: Job, activations: int, logits: int, reused: int, page_gradients: int) -> dict[str, int]:
-    """Activations, logits and page gradients when they are most together.
+def _worst_moment(
+    job: Job, activations: int, logits: int, workspace: int, reused: int, page_gradients: int
+) -> dict[str, int]:
+    """Activations, logits, page gradients and the workspace of a backward when they are most together.
 
     Args:
         reused: kept attention outputs with which a chunk runs again instead of making its own.
     """
-    moments = [(activations - reused, logits, page_gradients)]  # a chunk that ran again, before its backward
+    again = activations - reused
+    moments = [(again, logits, page_gradients, 0)]  # a chunk that ran again, before its backward
+    moments.append((again, 0, page_gradients, workspace))  # its last layer's
     if job.keep_last_graph:
-        moments.append((activations, logits, 0))  # the last chunk, before its backward: no page has a gradient
-        moments.append((activations, 0, page_gradients))  # its first layers later
-    return dict(
-        zip(("activations of one chunk", "logits of one chunk", "page gradients"), max(moments, key=sum), strict=True)
+        moments.append((activations, logits, 0, 0))  # the last chunk, before its backward: no page has a gradient
+        moments.append((activations, 0, page_gradients, workspace))  # its first layers later
+    names = ("activations of one chunk", "logits of one chunk", "page gradients", "workspace of the sparse backward")
+    return dict(zip(names, max(moments, key=sum), strict=True))
+
+
+def free_device_bytes(job: Job, standing: dict[str, int]) -> int:
+    """Device memory for a step: what is free, but for what is never planned for.
+
+    Args:
+        standing: bytes of weights, optimizer and the like, where nobody has looked what is free.
+    """
+    if job.found is not None:
+        return job.found.device_bytes
+    whole = int(job.gpu.memory_bytes * (1 - rates.DEVICE_RESERVE))
+    return whole - rates.CONTEXT_BYTES - sum(standing.values())
+
+
+def _sparse_workspace(job: Job, schedule: ChunkSchedule) -> int:
+    """Bytes that the backward of attention to selected pages works in, where a chunk selects any."""
+    layout, model = job.pages, job.model
+    selecting = [chunk.num_tokens for chunk in schedule.chunks if layout.selects(len(chunk.past_pages))]
+    if not selecting or not layout.sparse_layers:
+        return 0
+    return page_backward_bytes(
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        num_blocks=-(-max(selecting) // layout.q_block),
+        q_block=layout.q_block,
+        top_k=layout.top_k,
+        page_tokens=layout.page_tokens,
+        head_dim=layout.head_dim,
     )
 
 
 def host_budget_bytes(job: Job) -> int:
-    """Host memory that one GPU's process may take for pages and optimizer states."""
+    """Host memory that one GPU's process may take for pages and optimizer states; for pages alone where somebody has
+    looked."""
+    if job.found is not None:
+        return job.found.host_bytes
     return (job.host_bytes - host_margin(job.host_bytes)) // job.num_gpus - rates.PROCESS_BYTES
 
 
@@ -119,9 +157,14 @@ def activation_bytes_per_token(job: Job) -> int:
     return model.num_layers * (2 * numbers + adapters + 4 * model.num_heads + 8)
 
 
+def _graph_bytes_per_token(job: Job) -> float:
+    return activation_bytes_per_token(job) if job.found is None else job.found.graph_bytes_per_token
+
+
 def kept_bytes_per_token(job: Job) -> int:
     """Of attention outputs and LSE, over all layers."""
-    return job.model.num_layers * output_bytes(job.model.num_heads, job.model.head_dim, 2)
+    model = job.model
+    return model.num_layers * output_bytes(model.num_heads, model.head_dim, DTYPE_BYTES[job.compute_dtype])
 
 
 def kept_chunks(job: Job, schedule: ChunkSchedule, budget_bytes: float) -> range:

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
-from oomb_accel.plan.sizes import DTYPE_BYTES, kept_pages, parts_of, record_bytes
+from oomb_accel.plan.sizes import DTYPE_BYTES, SCALE_BYTES, kept_pages, parts_of, record_bytes
 from oomb_accel.schedule import ChunkSchedule
 
 LAYERS_AHEAD = 2
@@ -29,6 +29,8 @@ class PageLayout:
     value_dtype: str
     """Storage of K and V: a key of `sizes.DTYPE_BYTES`."""
     grad_dtype: str
+    compute_dtype: str
+    """Of attention, and of mean keys."""
     page_tokens: int
     span_tokens: int
     top_k: int
@@ -96,6 +98,8 @@ class PageDemand:
     sink_gradient_bytes: int = 0
     """In fp32, always on the device."""
     mean_key_bytes: int = 0
+    scale_bytes: int = 0
+    """Of float8 pages."""
     list_bytes: int = 0
     """Recorded page lists of all chunks."""
     most_bytes: int | None = None
@@ -105,7 +109,7 @@ class PageDemand:
     @property
     def resident_bytes(self) -> int:
         """What stays on the device in any case."""
-        return self.sink_gradient_bytes + self.mean_key_bytes + self.list_bytes
+        return self.sink_gradient_bytes + self.mean_key_bytes + self.scale_bytes + self.list_bytes
 
     @property
     def living_bytes(self) -> int:
@@ -137,8 +141,8 @@ def page_demand(layout: PageLayout, schedule: ChunkSchedule) -> PageDemand:
         least_value_bytes=at_once * layout.value_record,
         least_gradient_bytes=at_once * layout.gradient_record,
         sink_gradient_bytes=num_sinks * record_bytes(layout.page_tokens, layout.head_dim, "float32"),
-        # Mean keys are stored in the type that attention computes in.
-        mean_key_bytes=mean_keys * DTYPE_BYTES["bfloat16" if layout.value_dtype == "float8" else layout.value_dtype],
+        mean_key_bytes=mean_keys * DTYPE_BYTES[layout.compute_dtype],
+        scale_bytes=num_layers * heads * schedule.num_pages * SCALE_BYTES if layout.value_dtype == "float8" else 0,
         list_bytes=4 * sparse_heads * lists * (layout.top_k + 1),
         most_bytes=_most_bytes(layout, schedule, num_records),
     )

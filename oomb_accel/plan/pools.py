@@ -78,9 +78,12 @@ def plan_memory(
         least_value_bytes=demand.least_value_bytes,
         least_gradient_bytes=demand.least_gradient_bytes,
     )
-    # What does not find room on the device must be on the host. A record that comes back may keep its place there, so
-    # that it need not be written twice: as far as there is room.
-    must = max(1, demand.living_bytes - values - gradients)
+    must = least_host_bytes(
+        demand,
+        demand.value_bytes if values == demand.value_bytes else values - demand.least_value_bytes,
+        demand.gradient_bytes if gradients == demand.gradient_bytes else gradients - demand.least_gradient_bytes,
+    )
+    # A record that comes back may keep its place on the host, so that it need not be written twice.
     may = min(demand.living_bytes, whole - (values if values == demand.value_bytes else 0))
     if must > host_budget_bytes:
         return MemoryPlan(values, gradients, must, False, _too_little_host(demand, must, host_budget_bytes, room))
@@ -103,6 +106,17 @@ def pool_shares(
         values = max(least_value_bytes, min(values, int(room * (1 - _LEAST_GRADIENT_SHARE))))
     values = min(value_bytes, max(values, room - gradient_bytes))
     return values, min(gradient_bytes, room - values)
+
+
+def least_host_bytes(demand: PageDemand, kept_value_bytes: int, kept_gradient_bytes: int) -> int:
+    """Host memory without which pages have no place: for all that exists at one moment and that the device does not
+    keep. What it holds for the layers at work only comes and goes.
+
+    Args:
+        kept_value_bytes, kept_gradient_bytes: that stay on the device between uses.
+    """
+    values = demand.value_bytes - kept_value_bytes
+    return max(1, values, demand.living_bytes - kept_value_bytes - kept_gradient_bytes)
 
 
 def _without_offload(demand: PageDemand, room: int) -> str:
@@ -148,6 +162,8 @@ def _too_little_host(demand: PageDemand, must: int, budget: int, room: int) -> s
         remedy = f"Set page_grad_dtype='bfloat16', which halves the gradients; {more}"
     elif demand.value_dtype != "float8":
         remedy = f"Set page_dtype='float8', which halves K and V; {more}"
+    elif demand.most_bytes is not None:
+        remedy = f"Set page_budget lower, so that fewer pages have gradients at one moment; {more}"
     else:
         remedy = f"Shorten the document, or give chunks fewer tokens and pages more of the GPU; {more}"
     return (

@@ -45,10 +45,10 @@ HOST_ADAMW_SECONDS = 0.55e-9
 """torch's fused AdamW on 16 cores, per number."""
 
 # Memory.
-LOGIT_COPIES = 2
-"""A chunk's logits at the worst moment: themselves, and what indexing their batch of one makes in the backward."""
+LOGIT_COPIES = 1
+"""A chunk's logits at the worst moment: their gradient overwrites them."""
 WORKSPACE_BYTES = int(0.2 * GIB)
-"""Buffers of kernels, scores of pages, small tensors."""
+"""Buffers of kernels, scores of pages, small tensors; that of the sparse backward is reckoned."""
 CONTEXT_BYTES = int(0.6 * GIB)
 """CUDA context and libraries: device memory that torch does not count."""
 PROCESS_BYTES = 2 * GIB

@@ -8,11 +8,14 @@ GIB = 1024**3
 _MOST_MARGIN_BYTES = 4 * GIB
 _MARGIN_SHARE = 16
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
-"""Bytes of one number of a page, by name of its storage."""
+_PAGE_BACKWARD_BYTES, _PARTIAL_SUMS_BYTES = GIB, GIB // 4
+"""Most that the backward of attention to selected pages takes for its scores, and about the most for partial sums."""
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+"""Bytes of one number, by name of its type or storage."""
 
 SCALE_BYTES = 8
-"""Beside each float8 record: one fp32 scale for K, one for V."""
+"""For each float8 record, in a place of their own: one fp32 scale for K, one for V."""
 
 PART_TOKENS = 16
 """Tokens with one mean key. Longer runs hide short passages, shorter ones draw selection to single odd keys, see
@@ -30,7 +33,7 @@ def record_bytes(page_tokens: int, head_dim: int, dtype: str) -> int:
     Args:
         dtype: a key of `DTYPE_BYTES`.
     """
-    return 2 * page_tokens * head_dim * DTYPE_BYTES[dtype] + (SCALE_BYTES if dtype == "float8" else 0)
+    return 2 * page_tokens * head_dim * DTYPE_BYTES[dtype]
 
 
 def kept_pages(own_pages: int, window: int | None, page_tokens: int) -> int:
@@ -47,3 +50,20 @@ def parts_of(page_tokens: int) -> int:
 def output_bytes(num_heads: int, head_dim: int, itemsize: int) -> int:
     """Bytes of the attention output and its fp32 LSE of one token in one layer."""
     return num_heads * (head_dim * itemsize + 4)
+
+
+def page_backward_bytes(
+    *, num_heads: int, num_kv_heads: int, num_blocks: int, q_block: int, top_k: int, page_tokens: int, head_dim: int
+) -> int:
+    """Bytes that the backward of attention to selected pages works in, in 16-bit numbers. The same as
+    `oomb_kernels.backward_workspace_bytes`, which needs torch.
+
+    Args:
+        num_blocks: query blocks of the chunk.
+    """
+    of_a_head = num_blocks * top_k * (num_heads // num_kv_heads) * page_tokens * q_block * 2
+    heads_at_once = min(num_kv_heads, _PAGE_BACKWARD_BYTES // max(1, of_a_head))
+    entries, partial_bytes = num_kv_heads * num_blocks * top_k, 4 * 2 * page_tokens * head_dim
+    longest = max(8, top_k // 4, 2 * entries // (_PARTIAL_SUMS_BYTES // partial_bytes))
+    partials = 2 * entries // (longest + 1)
+    return heads_at_once * of_a_head + partials * partial_bytes + 8 * num_heads * num_blocks * q_block

@@ -77,7 +77,7 @@ def prepare(recipe: Recipe) -> Run:
     if folder.resume is not None and needs_other_shards(accelerator, read_progress(folder.resume)):
         accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
     prepared, optimizer = prepare_with(accelerator, accelerator.prepare, (model, optimizer), model, resolved)
-    _wait_for_longest_document(model, recipe, corpus)
+    _tell_longest_document(model, recipe, corpus)
     run = Run(
         recipe=recipe,
         accelerator=accelerator,
@@ -155,13 +155,17 @@ def _is_finished(folder: RunFolder, identity: Identity, num_steps: int) -> bool:
     return bool(broadcast_object_list([done])[0])
 
 
-def _wait_for_longest_document(model: nn.Module, recipe: Recipe, corpus: Corpus) -> None:
+def _tell_longest_document(model: nn.Module, recipe: Recipe, corpus: Corpus) -> None:
     """What prepared the model knows neither the documents nor how many there are in a step."""
     longest = max(len(document.input_ids) for document in corpus.documents)
     per_step = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
     note = set_timeout(model, recipe.oomb, document_tokens=longest, micro_steps=per_step)
-    if note is not None and recipe.oomb.enabled:
-        notes = attachment_of(model).notes
+    if not recipe.oomb.enabled:
+        return
+    state = attachment_of(model)
+    state.stream_tokens = longest * recipe.per_device_train_batch_size
+    if note is not None:
+        notes = state.notes
         notes[:] = [*(old for old in notes if not old.startswith("timeout ")), note]
 
 

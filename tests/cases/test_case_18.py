@@ -157,5 +157,5 @@ def _schedule(model: nn.Module) -> Any:
     chosen = attachment_of(model).config
     device = torch.device("cpu")
     return build_stream(
-        LAYOUT.batch, chunk_tokens=chosen.chunk_tokens, page_tokens=chosen.page_tokens, device=device
+        LAYOUT.batch, chunk_tokens=chosen.known_chunk_tokens, page_tokens=chosen.page_tokens, device=device
     ).schedule

@@ -71,6 +71,9 @@ class LateMover(PageMover):
             while stream:
                 self._run(stream[-1])
 
+    def waited_seconds(self) -> float:
+        return 0.0
+
     def now(self) -> Work | None:
         self._let_time_pass()
         return self._computing[-1] if self._computing else None
@@ -97,6 +100,9 @@ class LateMover(PageMover):
 
     def guard(self, storage: Tensor) -> None:
         self._storages.append(storage)  # what nobody waited for may be copied after the stream is gone
+
+    def flush(self) -> None:
+        return None
 
     def _copy(
         self,

@@ -205,7 +205,7 @@ def schedule_of(layout: Layout, settings: OombConfig) -> ChunkSchedule:
     """The chunks of a batch whose documents are labelled throughout."""
     page = settings.page_tokens
     lengths = [min(len(d), -(-(len(d) - 1) // page) * page) for d in layout.documents]
-    return ChunkSchedule.build(lengths, [], chunk_tokens=settings.chunk_tokens, page_tokens=page)
+    return ChunkSchedule.build(lengths, [], chunk_tokens=settings.known_chunk_tokens, page_tokens=page)
 
 
 def check_selection(call: Selected, seen: Seen, schedule: ChunkSchedule, settings: OombConfig) -> None:

@@ -226,7 +226,7 @@ def test_a_preset_stands_alone_or_under_the_block_name(tmp_path: Path) -> None:
         ("- 1\n", "one mapping"),
         ("chunk_tokens: 1\nchunk_tokens: 2\n", "stands twice"),
         ("a: [\n", "cannot be read"),
-        ("chunk_tokens: auto\n", "set 8192"),
+        ("span_tokens: auto\n", "set 32768"),
     ],
 )
 def test_a_wrong_preset_names_the_file(tmp_path: Path, text: str, expected: str) -> None:
@@ -284,7 +284,7 @@ def test_no_key_of_deepspeed_counts_as_misspelt() -> None:
     [
         ({"chunk_token": 1}, "(?s)'chunk_token' in the oomb block of the DeepSpeed config.*'chunk_tokens'"),
         ({"chunk_tokens": "8192"}, "(?s)oomb block of the DeepSpeed config.*a whole number"),
-        ({"chunk_tokens": "auto"}, r'(?s)"auto" is not resolved for chunk_tokens: set 8192'),
+        ({"span_tokens": "auto"}, r'(?s)"auto" is not resolved for span_tokens: set 32768'),
         ({"enabled": "auto"}, '(?s)"auto" is not resolved for enabled: set true'),
         (True, "(?s)must be a mapping.*True"),
         ({"chunk_tokens": 64}, "(?s)at least one page.*chunk_tokens=64 with page_tokens=128"),

@@ -135,6 +135,15 @@ def test_with_working_bytes_pages_come_ahead(like: PageShape, lengths: list[int]
         assert room is None or room.num_slots >= 3 * most_needed - like.num_layers, "one in use, two on their way"
 
 
+def test_a_small_pool_brings_ahead_before_it_keeps() -> None:
+    like, plan = shape(None, None), schedule(400)
+    least, size = HEADS * (NEEDS.chunk_pages + NEEDS.span_pages), like.slot_bytes(torch.float32)
+    rooms = divide(like, plan, torch.float32, NEEDS, 8 * least * size)
+    assert rooms is not None and rooms.values is not None and rooms.gradients is not None
+    for room in (rooms.values, rooms.gradients):
+        assert room.reserve == min(3 * least, room.num_slots)
+
+
 @pytest.mark.parametrize("least", [{"chunk_pages": 8}, {"listed_pages": 40}, {"span_pages": 30}])
 def test_too_little_for_one_chunk(least: dict[str, Any]) -> None:
     """The error names what helps: each of these alone needs less."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -80,8 +81,8 @@ class Tiers(RuleBasedStateMachine):
         self.contents: dict[Key, float] = {}
         self.unsaved: set[Key] = set()
         """Records that the host has not as they are."""
-        self.expected: set[Key] = set()
-        """Brought ahead of a use."""
+        self.expected: Counter[Key] = Counter()
+        """Uses ahead of which records were brought; more than the records know, where they had to leave."""
         self.layer, self.in_use, self.number = 0, set[Key](), 0
 
     @rule(pages=RANGES, mask=MASKS, by_kernel=st.booleans())
@@ -120,7 +121,7 @@ class Tiers(RuleBasedStateMachine):
             slot = int(slots[head, page - pages.first])
             assert (slot != NO_SLOT) == ((layer, page, head) in self.contents)
         self.read(slots, pages, chosen)
-        self.expected -= set(chosen if mask is not None else keys(self.layer, pages, masked(pages, None)))
+        self.expected -= Counter(chosen * (2 if twice and mask is None else 1))
         if write:
             self.write(slots, pages, wanted & self.records.exists(self.layer, pages))
             self.unsaved |= set(chosen)
@@ -131,7 +132,7 @@ class Tiers(RuleBasedStateMachine):
         self.records.settle(self.layer)
         stayed = self.records._slots[self.layer] != NO_SLOT
         free_to_go = stayed.copy()
-        for key in self.expected:
+        for key in self.expected:  # all counts are above zero
             if key[0] == self.layer:
                 free_to_go[key[1:]] = False
         assert free_to_go.sum() <= self.room.quotas[self.layer]
@@ -146,7 +147,7 @@ class Tiers(RuleBasedStateMachine):
         if self.records.expect(layer, pages, wanted):
             there = [key for key in keys(layer, pages, masked(pages, mask)) if key in self.contents]
             assert all(self.records._slots[key] != NO_SLOT for key in there), "what is expected is on its way"
-            self.expected |= set(there)
+            self.expected += Counter(there)
 
     @rule(layer=st.integers(0, LAYERS - 1), pages=RANGES)
     def free(self, layer: int, pages: PageRange) -> None:
@@ -155,7 +156,7 @@ class Tiers(RuleBasedStateMachine):
         for key in keys(layer, pages, masked(pages, None)):
             self.contents.pop(key, None)
             self.unsaved.discard(key)
-            self.expected.discard(key)
+            self.expected.pop(key, None)
         assert not self.records.exists(layer, pages).any()
 
     @rule()

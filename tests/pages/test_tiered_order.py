@@ -376,3 +376,15 @@ def test_what_was_expected_in_vain_leaves() -> None:
     bench.records.forget_expected()
     bench.records.settle(0)
     assert not bench.on_device(0)
+
+
+def test_what_was_expected_twice_stays_behind_its_first_use() -> None:
+    """The last layers of a recompute are the first of the backward behind it."""
+    bench = Bench((0, 0), 4)
+    bench.away(0, 1)
+    for _ in range(2):
+        assert bench.records.expect(0, PageRange(0, 2))
+    for left in ([0, 1], []):
+        bench.records.use(0, PageRange(0, 2))
+        bench.records.settle(0)
+        assert bench.on_device(0) == left

@@ -125,3 +125,18 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["estimate", "--help"])
     assert stop.value.code == 0 and "usage: oomb estimate" in capsys.readouterr().out
+
+
+def test_automatic_settings_are_told_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "qwen2.5-7b --length 1M --chunk_tokens auto --page_grad_dtype auto"
+    _, text = run(capsys, words)
+    assert "chosen: chunk_tokens=8192 for 1,048,576 tokens" in text
+    assert "chosen: page_grad_dtype=bfloat16 for 1,048,576 tokens" in text and "their gradients bfloat16" in text
+    assert len(report(capsys, words)["chosen"]) == 2 and report(capsys, "qwen2.5-7b")["chosen"] == []
+
+
+def test_a_page_budget_is_suggested_where_gradients_are_too_many(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "qwen2.5-7b --length 4M --attention sparse --top_k 16 --page_dtype float8 --page_grad_dtype bfloat16"
+    code, text = run(capsys, words)
+    assert code == 1 and "Set page_budget lower" in text and "page_budget: 128 " in text
+    assert run(capsys, f"{words} --page_budget 128")[0] == 0

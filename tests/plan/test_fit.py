@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 
 from oomb_accel.host.limits import MARGIN_SHARE, MOST_MARGIN_BYTES
-from oomb_accel.keep import RESERVE
 from oomb_accel.plan import (
     GPUS,
     Job,
-    best_chunk_tokens,
     estimate,
     gpu_named,
     largest_tokens,
-    rates,
     read_shape,
     suggestions,
 )
@@ -55,7 +52,7 @@ REFUSED = [
     job(tokens=2 * M, **SPARSE),
     job(tokens=3 * M // 2),
     job(tokens=M, offload=False),
-    job(tokens=M // 4, keep_outputs=True),
+    job(tokens=3 * M // 8, keep_outputs=True),
     job(tokens=M // 8, lora_r=0, weights_dtype="float32"),
     job(model="qwen2.5-32b", tokens=M // 8),
     job(model="qwen3-8b", tokens=M // 4, gpu=GPUS["rtx4090"]),
@@ -93,14 +90,6 @@ def test_optimizers_on_a_small_host_are_refused() -> None:
     assert estimate(replace(of, host_bytes=600 * GIB)).fits
 
 
-def test_the_chunk_is_the_usual_one_until_it_does_not_fit() -> None:
-    assert best_chunk_tokens(job(tokens=M // 8)) == 8192
-    smaller = best_chunk_tokens(job("qwen3-8b", M // 4, gpu=GPUS["rtx4090"]))
-    assert smaller < 8192
-    assert estimate(job("qwen3-8b", M // 4, gpu=GPUS["rtx4090"], chunk_tokens=smaller)).fits
-    assert best_chunk_tokens(job(page_tokens=16384, chunk_tokens=16384)) == 16384
-
-
 def seconds(of: Job) -> float:
     return estimate(of).time.seconds
 
@@ -117,6 +106,23 @@ def test_figures_move_as_they_should() -> None:
     whole = replace(base, lora_r=0, weights_dtype="float32", zero_stage=1)
     shared = estimate(replace(whole, num_gpus=4)).memory.device
     assert shared["optimizer"] == estimate(whole).memory.device["optimizer"] // 4
+
+
+@pytest.mark.parametrize("keep_last_graph", [True, False])
+def test_the_sparse_backward_works_in_memory_that_logits_have_left(keep_last_graph: bool) -> None:
+    shape = read_shape("qwen2.5-7b")
+    for vocabulary, counts in ((1000, True), (shape.vocabulary, False)):
+        of = replace(job(tokens=M // 8, **SPARSE, top_k=16), model=replace(shape, vocabulary=vocabulary))
+        device = estimate(replace(of, keep_last_graph=keep_last_graph, keep_outputs=False)).memory.device
+        workspace = device["workspace of the sparse backward"]
+        assert (workspace > GIB // 2, device["logits of one chunk"] == 0) == (counts, counts)
+    kept = estimate(replace(of, model=replace(shape, vocabulary=1000), keep_outputs=True)).memory.device
+    assert kept["workspace of the sparse backward"] > GIB // 2
+    assert kept["activations of one chunk"] == device["activations of one chunk"], (
+        "the last chunk makes its own outputs"
+    )
+    dense = estimate(replace(of, attention="dense", model=replace(shape, vocabulary=1000))).memory.device
+    assert dense["workspace of the sparse backward"] == 0
 
 
 def test_windows_cost_their_window() -> None:
@@ -186,7 +192,6 @@ def test_layers_that_stay_dense() -> None:
 
 
 def test_what_is_left_to_others_is_as_in_the_engine() -> None:
-    assert RESERVE == rates.DEVICE_RESERVE
     for total in (8 * GIB, 64 * GIB, 128 * GIB, 2000 * GIB):
         assert host_margin(total) == min(total // MARGIN_SHARE, MOST_MARGIN_BYTES)
 

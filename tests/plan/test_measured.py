@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from oomb_accel.plan import Estimate, Job, estimate, read_shape
+from oomb_accel.plan import Estimate, Job, estimate, rates, read_shape
 from oomb_accel.plan.sizes import GIB
 
 ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "measured.json").read_text(encoding="utf-8"))["rows"]
@@ -17,7 +17,10 @@ IDS = [row["row"] for row in ROWS]
 
 
 def estimated(row: dict[str, Any]) -> Estimate:
-    return estimate(Job(model=read_shape(row["model"]), tokens=row["tokens"], **row["job"]))
+    """By the code of the row."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rates, "LOGIT_COPIES", row.get("logit_copies", rates.LOGIT_COPIES))
+        return estimate(Job(model=read_shape(row["model"]), tokens=row["tokens"], **row["job"]))
 
 
 def error(value: float, measured: list[float]) -> float:

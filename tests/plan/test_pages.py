@@ -11,10 +11,18 @@ from hypothesis import strategies as st
 from oomb_accel.pages.shape import PageShape
 from oomb_accel.plan import PageLayout, page_demand, sizes
 from oomb_accel.schedule import ChunkSchedule
+from oomb_kernels import backward_workspace_bytes
 
 BASE: dict[str, Any] = {
     **{"num_kv_heads": 2, "head_dim": 8, "windows": (None, None, 10), "sparse_layers": frozenset({1})},
-    **{"value_dtype": "bfloat16", "grad_dtype": "bfloat16", "page_tokens": 4, "span_tokens": 16, "top_k": 2},
+    **{
+        "value_dtype": "bfloat16",
+        "grad_dtype": "bfloat16",
+        "compute_dtype": "bfloat16",
+        "page_tokens": 4,
+        "span_tokens": 16,
+        "top_k": 2,
+    },
     **{"q_block": 64, "sink_pages": 1, "recent_pages": 1, "page_budget": None},
 }
 
@@ -33,6 +41,7 @@ def schedule(*documents: int, chunk_tokens: int = 16) -> ChunkSchedule:
     sparse=st.booleans(),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     sink_pages=st.integers(0, 3),
+    float8=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 def test_bytes_are_those_of_the_engine(
@@ -41,16 +50,17 @@ def test_bytes_are_those_of_the_engine(
     sparse: bool,
     dtype: Literal["float32", "bfloat16"],
     sink_pages: int,
+    float8: bool,
 ) -> None:
     sparse_layers = frozenset(n for n, window in enumerate(windows) if window is None) if sparse else frozenset()
     chunks = schedule(*documents)
-    shape = PageShape(len(windows), 2, 8, 4, getattr(torch, dtype), tuple(windows), sparse_layers, sink_pages)
-    demand = page_demand(
-        layout(windows=tuple(windows), sparse_layers=sparse_layers, grad_dtype=dtype, sink_pages=sink_pages), chunks
-    )
-    ours = demand.value_bytes + demand.gradient_bytes + demand.sink_gradient_bytes + demand.mean_key_bytes
-    assert ours == shape.num_bytes(chunks, torch.bfloat16)
-    assert demand.value_bytes == shape.num_slots(chunks) * shape.slot_bytes(torch.bfloat16)
+    shape = PageShape(len(windows), 2, 8, 4, getattr(torch, dtype), tuple(windows), sparse_layers, sink_pages, float8)
+    changes = {"windows": tuple(windows), "sparse_layers": sparse_layers, "sink_pages": sink_pages}
+    demand = page_demand(layout(**changes, grad_dtype=dtype, value_dtype="float8" if float8 else "bfloat16"), chunks)
+    fixed = demand.sink_gradient_bytes + demand.mean_key_bytes + demand.scale_bytes
+    assert fixed == shape.fixed_bytes(chunks, torch.bfloat16) == demand.resident_bytes - demand.list_bytes
+    assert demand.value_bytes + demand.gradient_bytes + fixed == shape.num_bytes(chunks, torch.bfloat16)
+    assert demand.value_bytes == shape.num_slots(chunks) * shape.slot_bytes(shape.value_dtype(torch.bfloat16))
 
 
 @given(st.integers(1, 600))
@@ -59,8 +69,25 @@ def test_parts_of_a_page_are_a_power_of_two_and_no_shorter_than_16_tokens(page_t
     assert page_tokens % parts == 0 and parts & (parts - 1) == 0 and page_tokens // parts >= min(16, page_tokens)
 
 
-def test_a_float8_record_is_half_of_a_bfloat16_one_and_its_scales() -> None:
-    assert sizes.record_bytes(128, 128, "float8") == sizes.record_bytes(128, 128, "bfloat16") // 2 + sizes.SCALE_BYTES
+@given(
+    num_kv_heads=st.integers(1, 8),
+    group=st.integers(1, 8),
+    num_tokens=st.integers(1, 9000),
+    q_block=st.sampled_from([64, 128]),
+    top_k=st.integers(1, 200),
+    page_tokens=st.sampled_from([16, 128, 256]),
+    head_dim=st.sampled_from([64, 128]),
+)
+def test_the_backward_works_in_what_the_kernels_take(
+    num_kv_heads: int, group: int, num_tokens: int, q_block: int, top_k: int, page_tokens: int, head_dim: int
+) -> None:
+    common = {"num_heads": group * num_kv_heads, "page_tokens": page_tokens, "head_dim": head_dim}
+    ours = sizes.page_backward_bytes(
+        **common, num_kv_heads=num_kv_heads, num_blocks=-(-num_tokens // q_block), q_block=q_block, top_k=top_k
+    )
+    assert ours == backward_workspace_bytes(
+        **common, num_groups=num_kv_heads, num_tokens=num_tokens, block_tokens=q_block, room=top_k, itemsize=2
+    )
 
 
 def test_distinct_pages_lie_between_one_list_and_all_candidates() -> None:

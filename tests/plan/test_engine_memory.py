@@ -1,0 +1,87 @@
+"""What the engine reckons before a step: the same as the planner."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+import oomb_accel
+from oomb_accel.integrations import step_memory
+from oomb_accel.integrations.attachment import Attachment, attachment_of
+from oomb_accel.pages import PageRooms
+from oomb_accel.schedule import ChunkSchedule
+from oomb_kernels import backward_workspace_bytes
+from tests.harness.batches import documents_of, packed
+from tests.harness.models import tiny_model
+from tests.harness.sparse import sparse
+
+BATCH = packed(documents_of(800)).batch
+
+
+def schedule(state: Attachment, tokens: int) -> ChunkSchedule:
+    return ChunkSchedule.build([tokens], range(tokens - 1), chunk_tokens=state.chunk_tokens, page_tokens=4)
+
+
+def rooms(state: Attachment, tokens: int = 800) -> PageRooms:
+    found = step_memory.divide_pages(state, schedule(state, tokens), torch.device("cpu"))
+    assert found is not None
+    return found
+
+
+def switched_on() -> Attachment:
+    model = tiny_model()
+    oomb_accel.enable(model, sparse(q_block=64, top_k=1, device_pages_gib=2e-4, span_tokens=8))
+    return attachment_of(model)
+
+
+def beyond_quotas(found: PageRooms) -> int:
+    """Bytes of all records that the device does not keep, gradients that never are among them."""
+    parts = ((found.values, "values"), (found.gradients, "gradients"))
+    total = 0
+    for room, kind in parts:
+        if room is not None:
+            record = found.device_bytes[kind] // room.num_slots  # type: ignore[index]
+            total += found.all_bytes[kind] - record * sum(room.quotas)  # type: ignore[index]
+    return total
+
+
+def test_the_host_is_asked_for_what_exists_at_one_moment() -> None:
+    """Lists name few pages, so most gradients do not exist when the most pages do; a step then runs."""
+    state = switched_on()
+    found = rooms(state)
+    assert 0.4 * beyond_quotas(found) < found.host_bytes < 0.8 * beyond_quotas(found)
+    state.model(**BATCH).loss.backward()
+    assert min(state.offload.copied_bytes().values()) > 0
+
+
+def test_in_evaluation_there_are_no_gradients_to_come() -> None:
+    state = switched_on()
+    with torch.no_grad():
+        found = rooms(state)
+    assert found.host_bytes == beyond_quotas(found)
+
+
+def test_pages_are_divided_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, spy = switched_on(), mock.Mock(side_effect=step_memory.divide)
+    monkeypatch.setattr(step_memory, "divide", spy)
+    state.model(**BATCH).loss.backward()
+    spy.assert_called_once()
+
+
+def test_the_workspace_of_the_sparse_backward_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as it is more than logits, which are gone by then."""
+    state = switched_on()
+    plan = schedule(state, 800)
+    workspace = backward_workspace_bytes(
+        num_heads=4, num_groups=2, num_tokens=16, block_tokens=64, room=1, page_tokens=4, head_dim=16, itemsize=4
+    )
+    assert step_memory._sparse_workspace(state, plan) == workspace
+    assert step_memory._sparse_workspace(state, schedule(state, 16)) == 0, "nothing is selected"
+    for vocabulary in (10, 10_000):
+        monkeypatch.setattr(state.base.config, "vocab_size", vocabulary)
+        with torch.no_grad():
+            without = step_memory._other_bytes(state, plan)
+        logits = 16 * vocabulary * 4
+        assert step_memory._other_bytes(state, plan) - without == max(0, workspace - logits)
