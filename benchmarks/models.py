@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from oomb_accel.integrations.support import base_model_of
 
@@ -31,17 +39,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8,
         vocab_size=152064, tie_word_embeddings=False,
     ),
+    "qwen3-8b": dict(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, tie_word_embeddings=False,
+    ),
+    "llama-3.1-8b": dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, tie_word_embeddings=False,
+    ),
     "tiny": dict(
         hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=512, tie_word_embeddings=False,
     ),
 }  # fmt: skip
+_KINDS: dict[str, tuple[Any, Any]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+"""Classes by the beginning of a shape's name; others are Qwen2."""
 LONGEST = 4_194_304
 
 
-def base_model(shape: str, device: torch.device) -> Qwen2ForCausalLM:
+def base_model(shape: str, device: torch.device) -> PreTrainedModel:
     """A model in bf16, all weights trainable."""
-    config = Qwen2Config(
+    make_config, make_model = _KINDS.get(shape.split("-")[0], (Qwen2Config, Qwen2ForCausalLM))
+    config = make_config(
         **SHAPES[shape],
         max_position_embeddings=LONGEST,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
@@ -50,7 +72,7 @@ def base_model(shape: str, device: torch.device) -> Qwen2ForCausalLM:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with device:
-            base = Qwen2ForCausalLM(config)
+            base = make_model(config)
     finally:
         torch.set_default_dtype(torch.float32)
     base.config.use_cache = False
@@ -69,11 +91,12 @@ def lora_model(shape: str, device: torch.device, *, rank: int = 16) -> PeftModel
 def use_liger(model: PreTrainedModel | PeftModel, *, fused_loss: bool) -> bool:
     """Liger's norm, RoPE and SwiGLU where it is installed; with ``fused_loss`` also its linear cross entropy."""
     try:
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen2
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError:
         return False
-    apply_liger_kernel_to_qwen2(
-        model=base_model_of(model),
+    base = base_model_of(model)
+    MODEL_TYPE_TO_APPLY_LIGER_FN[base.config.model_type](
+        model=base,
         rope=True,
         swiglu=True,
         rms_norm=True,

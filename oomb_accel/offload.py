@@ -80,7 +80,7 @@ class Offload:
                 "The pages of this document need more host memory than they may have.\n"
                 f"  Needed: {gib_above(needed)} GiB beside those on the device; the limit is "
                 f"{gib_text(self._budget)} GiB (host_memory_gib={self.host_memory_gib}).\n"
-                "  Set page_grad_dtype='bfloat16', page_dtype='float8' or, with sparse attention, page_budget; train on "
+                "  Set page_grad_dtype='bfloat16', page_dtype='float8' or (sparse attention) page_budget, train on "
                 f"shorter documents, or set host_memory_gib={gib_above(needed)} where the machine has it."
             )
         return needed
@@ -108,12 +108,12 @@ class Offload:
             if device.type == "cuda":
                 pinner = cuda_pinner(torch.cuda.current_device() if device.index is None else device.index)
             arena = self.arena = HostArena(self._budget, slab_bytes=slab_bytes, pin=pinner is not None, pinner=pinner)
+        if self.mover is None:  # it measures how copies are fastest: before threads fill the memory bus
+            self.mover = CudaMover(device, pinned=self._is_pinned) if device.type == "cuda" else HostMover()
         try:
             arena.reserve(needed)
         except HostMemoryError as error:
             raise ValueError(str(error)) from None
-        if self.mover is None:
-            self.mover = CudaMover(device, pinned=self._is_pinned) if device.type == "cuda" else HostMover()
 
     def _is_pinned(self) -> bool:
         return self.arena is not None and self.arena.pinned

@@ -34,8 +34,9 @@ _PROBE_RECORD_BYTES = 64 * 2**10
 _PROBE_RECORDS = 512
 _PROBE_REPEATS = 3
 # Multiprocessors that copy are missing elsewhere, and their traffic slows what runs beside them: on an H200 a matrix
-# product took up to 1.6 times as long beside the kernel, and no longer beside the copy engine.
-_KERNEL_ADVANTAGE = 1.6
+# product took up to 1.6 times as long beside the kernel and no longer beside the copy engine, and 361 GiB moved by the
+# kernel made a step of 30 s one of 40 s. It is for drivers that take no batches.
+_KERNEL_ADVANTAGE = 3.0
 
 
 def merge_runs(sources: Int64s, targets: Int64s, record_bytes: int) -> tuple[Int64s, Int64s, Int64s]:

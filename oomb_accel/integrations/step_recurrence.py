@@ -154,4 +154,4 @@ def _total_bytes(device: torch.device) -> int:
 
 def _size(num_bytes: int) -> str:
     unit, name = (GIB, "GiB") if num_bytes >= GIB // 10 else (1 << 20, "MiB")
-    return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes // 1024 * 1024 / unit:.3g} {name}"  # no bytes in MiB

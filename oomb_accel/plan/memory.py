@@ -8,7 +8,7 @@ from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
 from oomb_accel.plan.pages import PageDemand, page_demand
 from oomb_accel.plan.pools import MemoryPlan, plan_memory
-from oomb_accel.plan.sizes import DTYPE_BYTES, host_margin, output_bytes, page_backward_bytes
+from oomb_accel.plan.sizes import DTYPE_BYTES, host_margin, in_slabs, output_bytes, page_backward_bytes
 from oomb_accel.schedule import ChunkSchedule
 
 _ADAM_BYTES = 8
@@ -84,7 +84,7 @@ def estimate_memory(job: Job) -> Memory:
         "workspace": rates.WORKSPACE_BYTES,
         "CUDA context": rates.CONTEXT_BYTES,
     }
-    pinned = {**pinned, "K, V and page gradients": plan.host_bytes}
+    pinned = {**pinned, "K, V and page gradients": in_slabs(plan.host_bytes)}
     return Memory(device, pinned, pageable, demand, plan, kept, schedule)
 
 

@@ -24,7 +24,8 @@ class MemoryPlan:
     device_gradient_bytes: int
     """Size of the device's pool for page gradients."""
     host_bytes: int
-    """What host memory may have to hold; 0 where the device holds everything."""
+    """What is reserved in host memory before the step; 0 where the device holds everything. A record that comes back
+    keeps its place there while nobody else needs it, so all of it may be in use."""
     fits: bool
     message: str
     """What does not fit, in three lines; empty where everything does."""
@@ -83,11 +84,9 @@ def plan_memory(
         demand.value_bytes if values == demand.value_bytes else values - demand.least_value_bytes,
         demand.gradient_bytes if gradients == demand.gradient_bytes else gradients - demand.least_gradient_bytes,
     )
-    # A record that comes back may keep its place on the host, so that it need not be written twice.
-    may = min(demand.living_bytes, whole - (values if values == demand.value_bytes else 0))
     if must > host_budget_bytes:
         return MemoryPlan(values, gradients, must, False, _too_little_host(demand, must, host_budget_bytes, room))
-    return MemoryPlan(values, gradients, min(may, host_budget_bytes), True, "")
+    return MemoryPlan(values, gradients, must, True, "")
 
 
 def pool_shares(

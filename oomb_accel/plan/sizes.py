@@ -27,6 +27,13 @@ def host_margin(total_bytes: int) -> int:
     return min(total_bytes // _MARGIN_SHARE, _MOST_MARGIN_BYTES)
 
 
+def in_slabs(num_bytes: int) -> int:
+    """Bytes of host memory that is made for so many: whole slabs of up to 1 GiB, eight at least, and one more since
+    values and gradients each begin their own."""
+    slab = max(1, min(GIB, num_bytes // 8))
+    return (-(-num_bytes // slab) + 1) * slab if num_bytes else 0
+
+
 def record_bytes(page_tokens: int, head_dim: int, dtype: str) -> int:
     """Bytes of K and V, or of their gradients, of one page of one KV head.
 

@@ -227,8 +227,8 @@ def test_batch_refuses_the_default_stream(fake: FakeDriver) -> None:
 
 
 def test_kernel_must_be_well_ahead() -> None:
-    assert choose_method({"batch": 1.0, "kernel": 0.9, "loop": 4.0}) == "batch"
-    assert choose_method({"batch": 1.0, "kernel": 0.5, "loop": 4.0}) == "kernel"
+    assert choose_method({"batch": 1.0, "kernel": 0.5, "loop": 4.0}) == "batch"
+    assert choose_method({"kernel": 1.0, "loop": 4.0}) == "kernel"
     assert choose_method({"kernel": 2.0, "loop": 1.0}) == "loop"
 
 

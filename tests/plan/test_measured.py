@@ -13,7 +13,7 @@ from oomb_accel.plan.sizes import GIB
 
 ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "measured.json").read_text(encoding="utf-8"))["rows"]
 WITHIN = 0.1
-IDS = [row["row"] for row in ROWS]
+TIMED = [row for row in ROWS if "seconds" in row]
 
 
 def estimated(row: dict[str, Any]) -> Estimate:
@@ -28,7 +28,7 @@ def error(value: float, measured: list[float]) -> float:
     return max(value / max(measured) - 1, 1 - value / min(measured), 0.0)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=IDS)
+@pytest.mark.parametrize("row", TIMED, ids=lambda row: row["row"])
 def test_step_time(row: dict[str, Any]) -> None:
     assert error(estimated(row).time.seconds, row["seconds"]) < WITHIN
 
@@ -53,7 +53,7 @@ def test_host_memory(row: dict[str, Any]) -> None:
 
 def test_on_average_it_is_closer() -> None:
     """A part that is wrong by a few percent of the step would hide in the limit of each row."""
-    times = [abs(error(estimated(row).time.seconds, row["seconds"])) for row in ROWS]
+    times = [abs(error(estimated(row).time.seconds, row["seconds"])) for row in TIMED]
     peaks = [abs(error(estimated(row).memory.peak_bytes / GIB, [row["peak_gib"]])) for row in ROWS if "peak_gib" in row]
     assert sum(times) / len(times) < 0.03
     assert sum(peaks) / len(peaks) < 0.005
