@@ -36,7 +36,9 @@ class StreamMemory:
         return {**self.cache.device_bytes(), "kept_outputs": sum(kept)}
 
     def begin(self, chunk: Chunk, phase: Phase) -> None:
-        """A run of the model over a chunk begins, or its backward."""
+        """A run of the model over a chunk begins, or its backward. After the forward sweep nothing is selected."""
+        if phase != "forward":
+            self.cache.drop_centroids()
         if self.foresight is not None:
             self.cache.begin(self.foresight.begin(chunk, phase))
 

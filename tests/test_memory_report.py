@@ -203,6 +203,7 @@ def test_tiers_of_a_real_step(settings: Any, tmp_path: Path) -> None:
         assert lines[-1]["copied"] == {"up": 0, "down": 0}
     parts = 3 * 2 * 24 * 1 * 16 * 4
     assert first.get("mean_keys", 0) == (parts if settings.attention == "sparse" else 0)
+    assert not any("mean_keys" in line["device"] for line in lines if line["sweep"] == "backward")
     if settings.attention == "dense":
         assert report.peaks["page_gradients"].num_bytes == whole
         assert first["kept_outputs"] == 3 * 4 * 96 * (16 * 4 + 4)  # the last chunk's graph holds its own

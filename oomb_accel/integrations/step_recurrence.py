@@ -74,7 +74,7 @@ class StepRecurrence(ChunkRecurrence):
     def _shortage(self, sweep: Sweep) -> Shortage:
         state, schedule, memory, shape = self._state, self._schedule, self._memory, self._shape
         dtype = compute_dtype(state.base, self._device)
-        fixed = shape.fixed_bytes(schedule, dtype)
+        fixed = shape.fixed_bytes(schedule)
         whole = _all_bytes(shape, schedule, memory, dtype)
         planned = whole if memory.rooms is None else memory.rooms.device_bytes
         limits, arena = host_limits(), state.offload.arena
@@ -108,7 +108,7 @@ def _all_bytes(
         return memory.rooms.all_bytes
     num_slots = shape.num_slots(schedule)
     gradients = (num_slots - shape.num_sink_slots(schedule)) * shape.slot_bytes(shape.grad_dtype)
-    values = shape.num_bytes(schedule, dtype) - shape.fixed_bytes(schedule, dtype) - gradients
+    values = shape.num_bytes(schedule, dtype) - shape.fixed_bytes(schedule) - gradients
     return {"values": values, "gradients": gradients}
 
 

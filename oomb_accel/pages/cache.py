@@ -34,8 +34,8 @@ class PagedKVCache:
     a gradient slot at its first contribution, which is stored; later ones are added. A page without a slot has
     a zero gradient, and no uninitialised slot is ever read.
 
-    Sparse layers have two things more: the mean keys of each page, and, where page gradients are bf16, a pool in
-    fp32 for those of sink pages, since every later chunk of the document adds to them.
+    Sparse layers have two things more: the mean keys of each page, until the backward sweep begins, and, where page
+    gradients are bf16, a pool in fp32 for those of sink pages, since every later chunk of the document adds to them.
 
     K and V stored in e4m3 have scales beside them. Every pass reads them as they were stored, in the model's dtype.
 
@@ -126,6 +126,10 @@ class PagedKVCache:
         the same number of parts."""
         assert self._centroids is not None, "a past was stored before it is read"
         return self._centroids.of(layer, pages)
+
+    def drop_centroids(self) -> None:
+        """No page will be selected any more: what is selected was recorded."""
+        self._centroids = None
 
     @property
     def value_pool(self) -> Tensor:

@@ -97,19 +97,24 @@ def divide(
     sizes = {kind: shape.slot_bytes(stored) for kind, stored in dtypes.items()}
     if not with_gradients:
         sizes["gradients"] = 0
-    fixed = shape.fixed_bytes(schedule, dtype)
+    fixed, means = shape.fixed_bytes(schedule), shape.mean_key_bytes(schedule, dtype)
     room = device_bytes - fixed
     if not whole or whole * sum(sizes.values()) <= room:
         return None
-    if room < least * sum(sizes.values()):
-        raise ValueError(_too_small(fixed + least * sum(sizes.values()), device_bytes))
-    wanted = _AHEAD * least if room >= _AHEAD * least * sum(sizes.values()) else least
+
+    def at_least(layers: int) -> tuple[int, int]:
+        """Bytes of both pools. Mean keys lie where gradients will be."""
+        return layers * least * sizes["values"], max(layers * least * sizes["gradients"], means)
+
+    if room < sum(at_least(1)):
+        raise ValueError(_too_small(fixed + sum(at_least(1)), device_bytes))
+    wanted = at_least(_AHEAD if room >= sum(at_least(_AHEAD)) else 1)
     shares = pool_shares(
         room,
         value_bytes=whole * sizes["values"],
         gradient_bytes=whole * sizes["gradients"],
-        least_value_bytes=wanted * sizes["values"],
-        least_gradient_bytes=wanted * sizes["gradients"],
+        least_value_bytes=wanted[0],
+        least_gradient_bytes=wanted[1],
     )
     values = _room(counts, least, shares[0] // sizes["values"])
     gradients = _room(counts, least, shares[1] // sizes["gradients"]) if with_gradients else None
@@ -123,8 +128,8 @@ def working_bytes(shape: PageShape, schedule: ChunkSchedule, dtype: torch.dtype,
     """Device memory with which pages can be brought ahead of their use, though no layer keeps any."""
     counts = [shape.num_records(layer, schedule) for layer in range(shape.num_layers)]
     least = _AHEAD * _most_needed(shape, counts, needs)
-    records = shape.slot_bytes(shape.value_dtype(dtype)) + shape.slot_bytes(shape.grad_dtype)
-    return shape.fixed_bytes(schedule, dtype) + least * records
+    gradients = max(least * shape.slot_bytes(shape.grad_dtype), shape.mean_key_bytes(schedule, dtype))
+    return shape.fixed_bytes(schedule) + least * shape.slot_bytes(shape.value_dtype(dtype)) + gradients
 
 
 def _most_needed(shape: PageShape, counts: list[int], needs: PassNeeds) -> int:

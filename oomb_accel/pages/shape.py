@@ -61,25 +61,29 @@ class PageShape:
         return parts_of(self.page_tokens)
 
     def num_bytes(self, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
-        """Bytes of everything that a stream keeps in a cache: pages, their gradients and, for selection, mean keys.
+        """Bytes of everything that a stream keeps in a cache in its backward sweep: pages and their gradients. Mean
+        keys are gone by then, and are less than the gradients.
 
         Args:
             dtype: of the model's K and V.
         """
         num_slots = self.num_slots(schedule)
         gradients = (num_slots - self.num_sink_slots(schedule)) * self.slot_bytes(self.grad_dtype)
-        return num_slots * self.slot_bytes(self.value_dtype(dtype)) + gradients + self.fixed_bytes(schedule, dtype)
+        return num_slots * self.slot_bytes(self.value_dtype(dtype)) + gradients + self.fixed_bytes(schedule)
 
-    def fixed_bytes(self, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
-        """Bytes of what always stays on the device: mean keys, scales, and gradients of sinks that lie apart.
+    def fixed_bytes(self, schedule: ChunkSchedule) -> int:
+        """Bytes of what always stays on the device: scales, and gradients of sinks that lie apart."""
+        scales = self.num_layers * self.num_kv_heads * schedule.num_pages * SCALE_BYTES if self.float8 else 0
+        return scales + self.num_sink_slots(schedule) * self.slot_bytes(torch.float32)
+
+    def mean_key_bytes(self, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
+        """Bytes of the mean keys by which pages are selected, in the forward sweep.
 
         Args:
             dtype: of the model's K and V.
         """
         heads = len(self.sparse_layers) * self.num_kv_heads
-        centroids = heads * schedule.num_pages * self.parts * self.head_dim * dtype.itemsize
-        scales = self.num_layers * self.num_kv_heads * schedule.num_pages * SCALE_BYTES if self.float8 else 0
-        return centroids + scales + self.num_sink_slots(schedule) * self.slot_bytes(torch.float32)
+        return heads * schedule.num_pages * self.parts * self.head_dim * dtype.itemsize
 
     def num_sink_slots(self, schedule: ChunkSchedule) -> int:
         """Gradients of sinks that lie apart."""

@@ -73,11 +73,16 @@ def estimate_memory(job: Job) -> Memory:
     device = {
         **standing,
         **_worst_moment(
-            job, activations, logits, workspace, reused, plan.device_gradient_bytes + demand.sink_gradient_bytes
+            job,
+            activations,
+            logits,
+            workspace,
+            reused,
+            plan.device_gradient_bytes + demand.sink_gradient_bytes,
+            demand.mean_key_bytes,
         ),
         **gradients,
         "K and V": plan.device_value_bytes,
-        "mean keys": demand.mean_key_bytes,
         "scales": demand.scale_bytes,
         "page lists": demand.list_bytes,
         "kept attention outputs": kept_bytes,
@@ -89,20 +94,26 @@ def estimate_memory(job: Job) -> Memory:
 
 
 def _worst_moment(
-    job: Job, activations: int, logits: int, workspace: int, reused: int, page_gradients: int
+    job: Job, activations: int, logits: int, workspace: int, reused: int, page_gradients: int, mean_keys: int
 ) -> dict[str, int]:
-    """Activations, logits, page gradients and the workspace of a backward when they are most together.
+    """Activations, logits, page gradients, the workspace of a backward and mean keys when they are most together.
 
     Args:
         reused: kept attention outputs with which a chunk runs again instead of making its own.
     """
     again = activations - reused
-    moments = [(again, logits, page_gradients, 0)]  # a chunk that ran again, before its backward
-    moments.append((again, 0, page_gradients, workspace))  # its last layer's
+    moments = [(again, logits, page_gradients, 0, 0)]  # a chunk that ran again, before its backward
+    moments.append((again, 0, page_gradients, workspace, 0))  # its last layer's
     if job.keep_last_graph:
-        moments.append((activations, logits, 0, 0))  # the last chunk, before its backward: no page has a gradient
-        moments.append((activations, 0, page_gradients, workspace))  # its first layers later
-    names = ("activations of one chunk", "logits of one chunk", "page gradients", "workspace of the sparse backward")
+        moments.append((activations, logits, 0, 0, mean_keys))  # the last chunk's forward: no page has a gradient
+        moments.append((activations, 0, page_gradients, workspace, 0))  # its backward's first layers
+    names = (
+        "activations of one chunk",
+        "logits of one chunk",
+        "page gradients",
+        "workspace of the sparse backward",
+        "mean keys",
+    )
     return dict(zip(names, max(moments, key=sum), strict=True))
 
 

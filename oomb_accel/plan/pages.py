@@ -95,9 +95,11 @@ class PageDemand:
     least_value_bytes: int
     """What layers need at once for one chunk: the one that computes and those whose pages are on their way."""
     least_gradient_bytes: int
+    """The same, and no less than the mean keys, which lie there in the forward sweep."""
     sink_gradient_bytes: int = 0
     """In fp32, always on the device."""
     mean_key_bytes: int = 0
+    """Gone when the backward sweep begins."""
     scale_bytes: int = 0
     """Of float8 pages."""
     list_bytes: int = 0
@@ -109,7 +111,7 @@ class PageDemand:
     @property
     def resident_bytes(self) -> int:
         """What stays on the device in any case."""
-        return self.sink_gradient_bytes + self.mean_key_bytes + self.scale_bytes + self.list_bytes
+        return self.sink_gradient_bytes + self.scale_bytes + self.list_bytes
 
     @property
     def living_bytes(self) -> int:
@@ -129,6 +131,7 @@ def page_demand(layout: PageLayout, schedule: ChunkSchedule) -> PageDemand:
     sinks_apart = layout.grad_dtype == "bfloat16"
     num_sinks = sparse_heads * _sinks(layout, schedule) if sinks_apart else 0
     mean_keys = sparse_heads * schedule.num_pages * parts_of(layout.page_tokens) * layout.head_dim
+    mean_key_bytes = mean_keys * DTYPE_BYTES[layout.compute_dtype]
     lists = sum(
         -(-chunk.num_tokens // layout.q_block) for chunk in schedule.chunks if layout.selects(len(chunk.past_pages))
     )
@@ -139,9 +142,9 @@ def page_demand(layout: PageLayout, schedule: ChunkSchedule) -> PageDemand:
         value_bytes=num_records * layout.value_record,
         gradient_bytes=(num_records - num_sinks) * layout.gradient_record,
         least_value_bytes=at_once * layout.value_record,
-        least_gradient_bytes=at_once * layout.gradient_record,
+        least_gradient_bytes=max(at_once * layout.gradient_record, mean_key_bytes),
         sink_gradient_bytes=num_sinks * record_bytes(layout.page_tokens, layout.head_dim, "float32"),
-        mean_key_bytes=mean_keys * DTYPE_BYTES[layout.compute_dtype],
+        mean_key_bytes=mean_key_bytes,
         scale_bytes=num_layers * heads * schedule.num_pages * SCALE_BYTES if layout.value_dtype == "float8" else 0,
         list_bytes=4 * sparse_heads * lists * (layout.top_k + 1),
         most_bytes=_most_bytes(layout, schedule, num_records),

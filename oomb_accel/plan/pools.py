@@ -138,7 +138,7 @@ def _too_small(
         remedy = _smaller_chunk(room - least, activation_bytes, chunk_tokens)
     beside = f"{_gib(activation_bytes)} of activations and logits"
     if demand.resident_bytes:
-        beside += f" and {_gib(demand.resident_bytes)} of mean keys and lists"
+        beside += f" and {_gib(demand.resident_bytes)} of page lists and scales"
     return (
         "The GPU has no room for one chunk and the pages that it needs at once.\n"
         f"  These pages take {_gib(least)}; {_gib(max(0, room))} are free beside {beside}.\n"

@@ -69,10 +69,12 @@ def test_rooms_fit(like: PageShape, lengths: list[int], dtype: torch.dtype, shar
     counts = [like.num_records(layer, plan) for layer in range(like.num_layers)]
     most_needed = max(min(NEEDS.of_layer(like, layer), count) for layer, count in enumerate(counts))
     sizes = {"values": like.slot_bytes(dtype), "gradients": like.slot_bytes(like.grad_dtype)}
-    used, away = like.fixed_bytes(plan, dtype), 0
+    used, away = like.fixed_bytes(plan), 0
+    in_forward = used + like.mean_key_bytes(plan, dtype)
     for kind, room in (("values", rooms.values), ("gradients", rooms.gradients)):
         num_slots = room.num_slots if room else sum(counts)
         used += sizes[kind] * num_slots
+        in_forward += sizes[kind] * num_slots if kind == "values" else 0
         assert rooms.device_bytes[kind] == sizes[kind] * num_slots  # type: ignore[index]
         assert rooms.all_bytes[kind] == sizes[kind] * sum(counts)  # type: ignore[index]
         if room is None:
@@ -83,7 +85,7 @@ def test_rooms_fit(like: PageShape, lengths: list[int], dtype: torch.dtype, shar
         for quota, count in zip(room.quotas, counts, strict=True):  # in proportion, down to a whole record
             assert 0 <= (sum(room.quotas) + like.num_layers) * count / sum(counts) - quota < like.num_layers + 1
         away += sizes[kind] * (sum(counts) - sum(room.quotas))
-    assert used <= given
+    assert max(used, in_forward) <= given, "mean keys go before gradients come"
     assert rooms.host_bytes == away
     if rooms.values is not None and rooms.gradients is not None:
         assert given - used < (like.num_layers + 1) * sum(sizes.values()), "nothing to speak of is left over"
@@ -148,7 +150,7 @@ def test_a_small_pool_brings_ahead_before_it_keeps() -> None:
 def test_too_little_for_one_chunk(least: dict[str, Any]) -> None:
     """The error names what helps: each of these alone needs less."""
     like, plan, needs = shape(None, None, sparse=(1,)), schedule(400), replace(NEEDS, **least)
-    enough = like.fixed_bytes(plan, torch.float32) + sum(
+    enough = like.fixed_bytes(plan) + sum(
         max(needs.of_layer(like, layer) for layer in range(2)) * like.slot_bytes(dtype)
         for dtype in (torch.float32, like.grad_dtype)
     )

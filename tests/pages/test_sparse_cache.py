@@ -128,6 +128,9 @@ def test_the_shape_tells_all_bytes_beforehand(grad_dtype: torch.dtype) -> None:
             if past:
                 zeros = torch.zeros(HEADS, len(past) * PAGE, DIM)
                 cache.add_gradients(layer, past, zeros, zeros, seed=0)
+    means = cache.device_bytes()["mean_keys"]
+    assert means == like.mean_key_bytes(plan, torch.float32) > 0
+    cache.drop_centroids()  # as the backward sweep does before gradients come
     assert cache.num_bytes == like.num_bytes(plan, torch.float32)
 
 

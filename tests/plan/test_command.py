@@ -28,7 +28,7 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     for part in (
         *("7.62B parameters, LoRA r=16 (40.4M trained)", "1,048,576 tokens, sparse attention (top_k 64)"),
         *("weights", "optimizer", "activations of one chunk", "logits of one chunk", "page gradients", "K and V"),
-        *("mean keys", "page lists", "CUDA context", "pinned", "process", "over PCIe, GB to the GPU"),
+        *("page lists", "CUDA context", "pinned", "process", "over PCIe, GB to the GPU"),
         *("linear layers", "tokens per second and GPU", "cost of a million tokens"),
         *(
             "It fits.",

@@ -57,8 +57,9 @@ def test_bytes_are_those_of_the_engine(
     shape = PageShape(len(windows), 2, 8, 4, getattr(torch, dtype), tuple(windows), sparse_layers, sink_pages, float8)
     changes = {"windows": tuple(windows), "sparse_layers": sparse_layers, "sink_pages": sink_pages}
     demand = page_demand(layout(**changes, grad_dtype=dtype, value_dtype="float8" if float8 else "bfloat16"), chunks)
-    fixed = demand.sink_gradient_bytes + demand.mean_key_bytes + demand.scale_bytes
-    assert fixed == shape.fixed_bytes(chunks, torch.bfloat16) == demand.resident_bytes - demand.list_bytes
+    fixed = demand.sink_gradient_bytes + demand.scale_bytes
+    assert fixed == shape.fixed_bytes(chunks) == demand.resident_bytes - demand.list_bytes
+    assert demand.mean_key_bytes == shape.mean_key_bytes(chunks, torch.bfloat16) <= demand.least_gradient_bytes
     assert demand.value_bytes + demand.gradient_bytes + fixed == shape.num_bytes(chunks, torch.bfloat16)
     assert demand.value_bytes == shape.num_slots(chunks) * shape.slot_bytes(shape.value_dtype(torch.bfloat16))
 

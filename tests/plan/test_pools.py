@@ -49,7 +49,8 @@ def test_values_come_first(values: int, gradients: int, free: int, shares: tuple
 def test_activations_and_what_always_stays_are_taken_off_first() -> None:
     pages = demand(60 * GIB, 60 * GIB, mean_key_bytes=3 * GIB, list_bytes=GIB)
     found = plan(pages, 94 * GIB, activation_bytes=10 * GIB)
-    assert (found.device_value_bytes, found.device_gradient_bytes) == (60 * GIB, 20 * GIB)
+    # Mean keys lie where gradients will be.
+    assert (found.device_value_bytes, found.device_gradient_bytes) == (60 * GIB, 23 * GIB)
 
 
 def test_the_host_takes_what_the_device_does_not_keep() -> None:
