@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -38,12 +39,12 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     texts = [Path(path).read_text(encoding="utf-8") for path in options.texts]
     rows = [tokenizer(text, truncation=True, max_length=options.max_tokens)["input_ids"] for text in texts]
-    documents = [{"input_ids": ids, "labels": ids} for ids in rows]
+    documents: Any = [{"input_ids": ids, "labels": ids} for ids in rows]
     loader = DataLoader(documents, batch_size=1, shuffle=True, collate_fn=DataCollatorForSeq2Seq(tokenizer))
 
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
-    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    base = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    model = get_peft_model(base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate)
     config = OombConfig(chunk_tokens=options.chunk_tokens)

@@ -36,9 +36,9 @@ def main(arguments: list[str] | None = None) -> None:
     texts = [Path(path).read_text(encoding="utf-8") for path in options.texts]
     rows = [tokenizer(text, return_tensors="pt").input_ids[:, : options.max_tokens] for text in texts]
 
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(model, lora, autocast_adapter_dtype=False)  # bf16 too: DeepSpeed keeps the fp32 copy
+    model = get_peft_model(base, lora, autocast_adapter_dtype=False)  # bf16 too: DeepSpeed keeps the fp32 copy
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.learning_rate)
     engine, *_ = oomb_accel.deepspeed.initialize(model=model, optimizer=optimizer, config=options.config)

@@ -35,8 +35,9 @@ def main(arguments: list[str] | None = None) -> None:
     text = Path(options.text).read_text(encoding="utf-8")
     ids = tokenizer(text, return_tensors="pt").input_ids[:, : options.max_tokens].to(device)
 
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device)
-    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    base = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(base, lora).to(device)
     model.train()
     oomb_accel.enable(model, OombConfig(chunk_tokens=options.chunk_tokens))
 

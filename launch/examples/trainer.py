@@ -31,10 +31,10 @@ def main(arguments: list[str] | None = None) -> None:
     texts = [Path(path).read_text(encoding="utf-8") for path in options.texts]
     rows = [tokenizer(text, truncation=True, max_length=options.max_tokens)["input_ids"] for text in texts]
 
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16 if on_gpu else torch.float32)
-    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = Trainer(
-        model=model,
+        model=get_peft_model(base, lora),
         args=TrainingArguments(
             output_dir=options.output_dir,
             max_steps=options.steps,
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
             save_strategy="no",
             report_to="none",
         ),
-        train_dataset=[{"input_ids": ids, "labels": ids} for ids in rows],  # type: ignore[arg-type]
+        train_dataset=[{"input_ids": ids, "labels": ids} for ids in rows],
         data_collator=DataCollatorForSeq2Seq(tokenizer),
         processing_class=tokenizer,
         callbacks=[OombCallback(OombConfig(chunk_tokens=options.chunk_tokens))],
