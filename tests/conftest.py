@@ -1,7 +1,10 @@
 """Settings of every test run: devices, the Triton interpreter, offline hub, hypothesis profile."""
 
 import os
+import tempfile
 
+# Token ids of the tests' data go where the machine cleans up, also from the processes that tests start.
+os.environ.setdefault("OOMB_CACHE", tempfile.mkdtemp(prefix="oomb-cache-"))
 # Set before transformers or Triton is imported by anything: both read these when they are imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

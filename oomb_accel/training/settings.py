@@ -31,11 +31,16 @@ OTHER_NAMES = {
     "modules_to_save": "Set lora_modules_to_save.",
     "lr_scheduler": "Set lr_scheduler_type.",
     "datasets": "Set data_path.",
-    "dataset_name": "Set data_path, a file or folder.",
+    "dataset_name": "Set data_path, which takes hub ids too.",
     "dataset_text_field": "Set text_field.",
     "gradient_checkpointing": "Leave it out: activations cost one chunk, set by oomb.chunk_tokens.",
     "attn_implementation": "Leave it out; oomb.backend chooses the attention kernels.",
-    "packing": "Leave it out: documents of a batch share a stream without padding already.",
+    "sample_packing": "Set packing.",
+    "train_on_inputs": "Set train_on: all, completions or assistant.",
+    "assistant_only_loss": "Set train_on: assistant.",
+    "completion_only_loss": "Set train_on: completions.",
+    "split": "Set data_split.",
+    "dataset_prepared_path": "Set data_cache.",
 }
 """Names that other trainers use, or that have no place here, and what to write instead."""
 
