@@ -230,6 +230,18 @@ class Recipe:
         recipe.oomb_flags = flags
         return recipe
 
+    @classmethod
+    def from_options(cls, options: Sequence[str], **values: Any) -> Recipe:
+        """A recipe without a file: command-line options over settings that are given by name.
+
+        Raises:
+            ValueError: as :meth:`from_yaml`.
+        """
+        typed, flags = read_settings(None, list(options), hints(), OombConfig)
+        recipe = cls(**values | typed)
+        recipe.oomb_flags = flags
+        return recipe
+
     def oomb_sources(self) -> tuple[Source, ...]:
         """What this recipe says about the chunk recurrence, to be held against what others say."""
         given = {name: getattr(self.oomb, name) for name in sorted(self.oomb.given)}

@@ -85,12 +85,12 @@ def check_value(name: str, value: Any, setting: Setting) -> Any:
 
 
 def read_settings(
-    path: Path, overrides: list[str], settings: Mapping[str, Setting], block_type: type[OombConfig]
+    path: Path | None, overrides: list[str], settings: Mapping[str, Setting], block_type: type[OombConfig]
 ) -> tuple[dict[str, Any], frozenset[str]]:
     """Settings of a yaml file, with command-line options over them.
 
     Args:
-        path: a yaml file with one mapping.
+        path: a yaml file with one mapping; None for options only.
         overrides: options as typed.
         settings: what is allowed.
         block_type: type of the ``oomb`` block.
@@ -101,7 +101,7 @@ def read_settings(
     Raises:
         ValueError: see :meth:`oomb_accel.training.recipe.Recipe.from_yaml`.
     """
-    values = _load_yaml(path)
+    values = {} if path is None else _load_yaml(path)
     block_settings = Setting.of(block_type)
     for key, value in values.items():
         if key not in settings:
@@ -132,7 +132,7 @@ def read_settings(
             raise ValueError(_unknown(name, settings, f"the command line ({flag})"))
         else:
             values[name] = _from_text(flag, text, settings[name])
-    place = f"the oomb block of {path}" + (" with the options over it" if overrides else "")
+    place = f"the oomb block of {path or 'the options'}" + (" with the options over it" if overrides and path else "")
     values["oomb"] = block_type.from_dict(block, place=place)
     return values, frozenset(flagged)
 
