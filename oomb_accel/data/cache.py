@@ -51,6 +51,7 @@ def cached(root: Path, key: str, build: Callable[[Path], None], *, wait_s: float
             folder = Path(tempfile.mkdtemp(prefix=f"{key}.part-", dir=root))
             try:
                 build(folder)
+                folder.chmod(0o755)  # others may use a shared cache
                 folder.rename(final)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -44,8 +44,8 @@ class Pair:
     """A rendered prompt with its completion."""
 
     text: str
-    border: int
-    """First character of the completion."""
+    completion: Range
+    """Its characters."""
 
 
 def messages_of(name: str, row: Row) -> list[Any]:
@@ -116,7 +116,7 @@ def render_pair(name: str, prompt: list[Any], completion: list[Any], row: Row, t
     text = _text(name, [*prompt, *completion], row, tokenizer)
     if not text.startswith(before):
         raise _unstable(name, len(prompt))
-    return Pair(text, len(before))
+    return Pair(text, (len(before), _end_of_reply(text, tokenizer)))
 
 
 def _said(name: str, messages: list[Any], index: int, text: str, row: Row, tokenizer: Any) -> Range:
@@ -125,11 +125,13 @@ def _said(name: str, messages: list[Any], index: int, text: str, row: Row, token
     after = text if index == len(messages) - 1 else _text(name, messages[: index + 1], row, tokenizer)
     if not after.startswith(before) or not text.startswith(after):
         raise _unstable(name, index + 1)
-    said = after[len(before) :]
-    end = str(tokenizer.eos_token or "")
-    # What follows the end token is never generated.
-    length = len(said.rstrip()) if end and said.rstrip().endswith(end) else len(said)
-    return len(before), len(before) + length
+    return len(before), _end_of_reply(after, tokenizer)
+
+
+def _end_of_reply(text: str, tokenizer: Any) -> int:
+    """Where a text ends that a model would write: white space behind an end token is never generated."""
+    stripped = text.rstrip()
+    return len(stripped) if stripped.endswith(tuple(tokenizer.get_added_vocab())) else len(text)
 
 
 def _unstable(name: str, number: int) -> ValueError:

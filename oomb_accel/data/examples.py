@@ -85,10 +85,11 @@ def row_example(name: str, row: Row, settings: DataSettings, tokenizer: Any, not
 def _pair(name: str, row: Row, train_on: TrainOn, tokenizer: Any, notes: chat.Notes) -> Example:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        rendered = chat.render_pair(name, prompt, completion, row, tokenizer)
         if train_on == "assistant":
             return _chat(name, [*prompt, *completion], row, train_on, tokenizer, notes)
-        targets = None if train_on == "all" else [(rendered.border, len(rendered.text))]
+        rendered = chat.render_pair(name, prompt, completion, row, tokenizer)
+        _check_encodable(name, "prompt and completion", rendered.text)
+        targets = None if train_on == "all" else [rendered.completion]
         return [Part(lambda: iter([rendered.text]), targets)]
     prompt, completion = _text(name, row, "prompt"), _text(name, row, "completion")
     return [

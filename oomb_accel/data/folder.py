@@ -31,8 +31,7 @@ class Listing:
 
     def note(self) -> str:
         """What was read and what was not."""
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())
-        left_out = f"skipped {self.skipped.total()}" + (f" ({reasons})" if reasons else "")
+        left_out = f"skipped {self.skipped.total()}" + (f" ({said(self.skipped)})" if self.skipped else "")
         rule = f"; {self.rule}" if self.rule else ""
         return f"{self.folder}: one document of {len(self.files)} files; {left_out}{rule}"
 
@@ -49,10 +48,10 @@ def list_folder(folder: Path, include: Sequence[str] = (), exclude: Sequence[str
         ValueError: there is no text.
     """
     listing = Listing(folder)
-    names, listing.rule = _names(folder)
+    names, listing.rule = file_names(folder)
     digest = hashlib.sha256()
-    for name in sorted(names):
-        if (include and not any(matches(name, glob) for glob in include)) or any(matches(name, g) for g in exclude):
+    for name in names:
+        if not chosen(name, include, exclude):
             listing.skipped["by include and exclude"] += 1
             continue
         try:
@@ -70,13 +69,17 @@ def list_folder(folder: Path, include: Sequence[str] = (), exclude: Sequence[str
         digest.update(data)
     listing.digest = digest.hexdigest()
     if not listing.files:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in listing.skipped.most_common()) or "no files"
         raise ValueError(
             f"The folder {str(folder)!r} holds no text.\n"
-            f"  Skipped: {reasons}; hidden ones are not read.\n"
+            f"  Skipped: {said(listing.skipped) or 'no files'}; hidden ones are not read.\n"
             "  Set data_path to a folder with UTF-8 text files."
         )
     return listing
+
+
+def said(skipped: Counter[str]) -> str:
+    """Counts by reason, the most frequent first."""
+    return ", ".join(f"{count} {reason}" for reason, count in skipped.most_common())
 
 
 def folder_chunks(listing: Listing) -> Iterator[str]:
@@ -84,6 +87,11 @@ def folder_chunks(listing: Listing) -> Iterator[str]:
     for number, name in enumerate(listing.files):
         yield ("\n" if number else "") + f"==== {_printable(name)} ====\n"
         yield from text_chunks(listing.folder / name)
+
+
+def chosen(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether a file is read: it fits one of the globs to include, if there are any, and none of those to exclude."""
+    return (not include or any(matches(name, glob) for glob in include)) and not any(matches(name, g) for g in exclude)
 
 
 def matches(name: str, glob: str) -> bool:
@@ -96,7 +104,7 @@ def matches(name: str, glob: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.rstrip("/") + "/*")
 
 
-def visible_files(folder: Path) -> list[str]:
+def _visible_files(folder: Path) -> list[str]:
     """Paths of all files below a folder, relative, without hidden ones and hidden folders."""
     found = []
     for root, folders, files in os.walk(folder):
@@ -105,15 +113,21 @@ def visible_files(folder: Path) -> list[str]:
     return found
 
 
-def in_checkout(folder: Path) -> bool:
+def file_names(folder: Path) -> tuple[list[str], str]:
+    """Paths of all files that count, sorted, and how they were chosen, for a note."""
+    names, rule = _names(folder)
+    return sorted(names), rule
+
+
+def _in_checkout(folder: Path) -> bool:
     """Whether the folder is a Git checkout or lies in one."""
     return any((parent / ".git").exists() for parent in (folder.resolve(), *folder.resolve().parents))
 
 
 def _names(folder: Path) -> tuple[list[str], str]:
     """Paths of the files to look at, and how they were chosen."""
-    if not in_checkout(folder):
-        return visible_files(folder), ""
+    if not _in_checkout(folder):
+        return _visible_files(folder), ""
     try:
         # A checkout's own settings may name a program to run: not here.
         command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), "ls-files", "-z", "--cached"]
@@ -121,10 +135,10 @@ def _names(folder: Path) -> tuple[list[str], str]:
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", b"") or str(error).encode()
         reason = said.decode(errors="replace").strip().splitlines()[:1] or ["git failed"]
-        return visible_files(folder), f"all files, not only tracked ones, as Git said: {reason[0]}"
+        return _visible_files(folder), f"all files, not only tracked ones, as Git said: {reason[0]}"
     tracked = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
     if not tracked:  # a folder that the checkout around it does not know
-        return visible_files(folder), ""
+        return _visible_files(folder), ""
     links = {name for name in tracked if (folder / name).is_symlink()}  # to Git a link is no text
     there = [name for name in dict.fromkeys(tracked) if name not in links and not (folder / name).is_dir()]
     return there, "only files tracked by Git"

@@ -2,15 +2,16 @@
 
 A cut is proven in two steps. First the tokenizer's own description has to be of a kind (:func:`can_cut`) in which
 
-* the text is split into words from left to right, where a word depends on the characters from its own beginning up to
-  one behind its end (expressions without looking back), and
+* the text is split into words from left to right, where a word depends on nothing before its beginning (expressions
+  that do not look back), and on nothing behind the next character, or behind the white space that follows (expressions
+  that look ahead with ``(?!\\S)`` only), and
 * each word is turned into tokens by itself.
 
-Then, of a piece tokenised alone, all words but the last are words of the whole text too: what ends before the piece's
-last character cannot depend on what follows the piece. The last one is held against the text behind the cut, by
-tokenising it together with its continuation (:func:`oomb_accel.data.worker.encode`): it must come out with the same
-tokens and end at the cut. Then a word of the whole text begins at the cut, and by induction the next piece's words are
-words of the whole text as well.
+Cuts are made behind a newline between two characters that are no white space. So, of a piece tokenised alone, the words
+that end before the last characters are words of the whole text too: they cannot depend on what follows the piece. The
+last few are held against the text behind the cut, by tokenising them together with it
+(:func:`oomb_accel.data.worker.encode`): they must come out with the same tokens and end at the cut. Then a word of the
+whole text begins at the cut, and by induction the next piece's words are words of the whole text as well.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from typing import Any
 
 PIECE_CHARS = 1 << 18
 """Least characters of a piece that is not the last one."""
+
+_LOOKS_AROUND = ("(?<", "(?=", "(?!", "^", "$", r"\b", r"\B", r"\G", r"\A", r"\z", r"\Z", r"\K")
+"""Marks of expressions whose matches depend on what stands around them."""
 
 CONTEXT_CHARS = 256
 """Characters behind a cut that its proof looks at."""
@@ -65,17 +69,11 @@ def _makes_words(splitter: dict[str, Any]) -> bool:
     if splitter["type"] == "ByteLevel":  # GPT-2's expression
         return bool(splitter["use_regex"]) and not splitter["add_prefix_space"]
     if splitter["type"] == "Split":
-        expression = splitter["pattern"].get("Regex", "")
-        looks_back = any(mark in expression for mark in ("(?<", r"\b", r"\B", r"\G", r"\A", "^"))
-        looks_back = looks_back and not _only_in_classes(expression)
-        return bool(expression) and splitter["behavior"] == "Isolated" and not looks_back
+        # A negated class is no anchor.
+        expression = splitter["pattern"].get("Regex", "").replace(r"(?!\S)", "").replace("[^", "[")
+        looks_around = any(mark in expression for mark in _LOOKS_AROUND)
+        return bool(expression) and splitter["behavior"] == "Isolated" and not looks_around
     return splitter["type"] in ("Whitespace", "WhitespaceSplit")
-
-
-def _only_in_classes(expression: str) -> bool:
-    """Whether the only doubtful mark is ``[^...]``, which is no anchor."""
-    doubtful = any(mark in expression for mark in ("(?<", r"\b", r"\B", r"\G", r"\A"))
-    return not doubtful and "^" not in expression.replace("[^", "")
 
 
 def _keeps_words(splitter: dict[str, Any]) -> bool:
@@ -113,7 +111,7 @@ def pieces(chunks: Iterable[str], size: int = PIECE_CHARS) -> Iterator[tuple[str
 
 def find_cut(text: str, start: int, end: int) -> int | None:
     """The first position in ``[start, end)`` behind a newline with no white space on either side."""
-    at = start - 1
+    at = max(start - 1, 0)
     while (at := text.find("\n", at, end - 1)) >= 0:
         if at and not text[at - 1].isspace() and not text[at + 1].isspace():
             return at + 1

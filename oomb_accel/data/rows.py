@@ -176,7 +176,7 @@ class _names_file:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and type(error).__module__.split(".")[0] == "pyarrow":
+        if isinstance(error, OSError) or type(error).__module__.split(".")[0] == "pyarrow":
             raise ValueError(
                 f"{str(self._path)!r} is no {self._kind} file that can be read.\n  {str(error).splitlines()[0]}.\n"
                 "  Write it again, or convert it to .jsonl."

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from oomb_accel.data.folder import folder_chunks, in_checkout, list_folder, matches, visible_files
+from oomb_accel.data.folder import chosen, file_names, folder_chunks, list_folder, said
 from oomb_accel.data.rows import READERS, Numbered, optional, read_rows
 from oomb_accel.data.settings import DataSettings
-from oomb_accel.data.text import text_chunks
+from oomb_accel.data.text import text_chunks, why_skipped
 
 HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?")
 _BESIDE_TABLES = {"readme", "license", "licence", "dataset_infos"}
@@ -93,20 +94,36 @@ def _folder(folder: Path, settings: DataSettings) -> list[Source]:
         return [_saved(folder, settings)]
     if settings.folder_as == "document":
         return [_one_document(folder, settings)]
-    names = visible_files(folder) if settings.folder_as == "files" or not in_checkout(folder) else []
-    names = [name for name in sorted(names) if Path(name).stem.lower() not in _BESIDE_TABLES]
-    if settings.include:
-        names = [name for name in names if any(matches(name, glob) for glob in settings.include)]
-    names = [name for name in names if not any(matches(name, glob) for glob in settings.exclude)]
-    tables = [name for name in names if Path(name).suffix.lower() in READERS]
-    if settings.folder_as == "files" or (tables and len(tables) == len(names)):
-        if not names:
-            raise ValueError(
-                f"The folder {str(folder)!r} holds no files to read.\n  Hidden files do not count.\n"
-                "  Set data_path to a folder with files, and check data_include and data_exclude."
-            )
-        return [_file(folder / name) for name in names]
+    names, rule = file_names(folder)
+    names = [name for name in names if chosen(name, settings.include, settings.exclude)]
+    data = [name for name in names if Path(name).stem.lower() not in _BESIDE_TABLES]
+    if settings.folder_as == "files":
+        return _files(folder, names, rule)
+    if data and all(Path(name).suffix.lower() in READERS for name in data):
+        return _files(folder, data, rule)
     return [_one_document(folder, settings)]
+
+
+def _files(folder: Path, names: list[str], rule: str) -> list[Source]:
+    """Each file by itself, without those that are neither text nor a table."""
+    skipped: Counter[str] = Counter()
+    sources = []
+    for name in names:
+        is_table = Path(name).suffix.lower() in READERS
+        reason = None if is_table else why_skipped((folder / name).read_bytes())
+        if reason in (None, "minified"):  # a line may be long in a file that is a document of its own
+            sources.append(_file(folder / name))
+        else:
+            skipped[str(reason)] += 1
+    if not sources:
+        raise ValueError(
+            f"The folder {str(folder)!r} holds no files to read.\n"
+            f"  Skipped: {said(skipped) or 'no files'}; hidden ones are not read.\n"
+            "  Set data_path to a folder with files, and check data_include and data_exclude."
+        )
+    left_out = f"; skipped {skipped.total()} ({said(skipped)})" if skipped else ""
+    note = f"{folder}: {len(sources)} files, each by itself{left_out}" + (f"; {rule}" if rule else "")
+    return [replace(sources[0], note=note), *sources[1:]]
 
 
 def _one_document(folder: Path, settings: DataSettings) -> Source:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,15 +81,16 @@ class TextEncoder:
                     waiting.append(piece)
                     yield piece.task
 
-        for done in self._encode(tasks()):
-            piece = waiting.popleft()
-            if not done.proven:
-                raise UnprovenCut
-            self._write(piece, done, writer)
-            meter.add(len(piece.task.text), len(done.ids))
+        with closing(self._encode(tasks())) as results:  # ends the processes, also after an error
+            for done in results:
+                piece = waiting.popleft()
+                if not done.proven:
+                    raise UnprovenCut
+                self._write(piece, done, writer)
+                meter.add(len(piece.task.text), len(done.ids))
         assert not waiting, "a task has no result"
 
-    def _encode(self, tasks: Iterator[Task]) -> Iterator[Done]:
+    def _encode(self, tasks: Iterator[Task]) -> Generator[Done, None, None]:
         if self.description is not None:
             return encode_all(self.description, tasks)
         return (self._slowly(task) for task in tasks)

@@ -15,6 +15,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+PROVEN_WORDS = 8
+"""Last words of a piece that are tokenised again with what follows. One would do; more cost nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -57,7 +60,7 @@ def encode(tokenizer: Any, task: Task) -> Done:
         targets = [(0, len(ids))] if len(ids) else []
     else:
         targets = _tokens_of(encoding.offsets, task.targets) if task.targets else []
-    proven = task.behind is None or _ends_a_word(tokenizer, encoding, task.text, task.behind)
+    proven = task.behind is None or _ends_alike(tokenizer, encoding, task.text, task.behind)
     return Done(ids, targets, proven)
 
 
@@ -73,14 +76,15 @@ def _tokens_of(offsets: list[tuple[int, int]], ranges: list[tuple[int, int]]) ->
     return found
 
 
-def _ends_a_word(tokenizer: Any, encoding: Any, text: str, behind: str) -> bool:
-    """Whether the last word of ``text`` has the same tokens with ``behind`` behind it, and ends where ``text`` does."""
+def _ends_alike(tokenizer: Any, encoding: Any, text: str, behind: str) -> bool:
+    """Whether the last words of ``text`` have the same tokens with ``behind`` behind them, and end where it does."""
     words, offsets = encoding.word_ids, encoding.offsets
-    if not words or words[-1] is None:
+    if not words or None in words[-1:]:
         return False
-    first = len(words) - 1
-    while first and words[first - 1] == words[-1]:
-        first -= 1
+    first, borders = len(words) - 1, 0
+    while first and borders < PROVEN_WORDS:
+        borders += words[first - 1] != words[first]
+        first -= borders < PROVEN_WORDS
     start = offsets[first][0]
     count, length = len(words) - first, len(text) - start
     longer = tokenizer.encode(text[start:] + behind, add_special_tokens=False)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from oomb_accel.data.worker import Done, Task, encode, make_tokenizer
@@ -28,7 +28,7 @@ def num_workers() -> int:
     return max(min(len(os.sched_getaffinity(0)), MAX_WORKERS), 1)
 
 
-def encode_all(description: str, tasks: Iterable[Task], workers: int | None = None) -> Iterator[Done]:
+def encode_all(description: str, tasks: Iterable[Task], workers: int | None = None) -> Generator[Done, None, None]:
     """Tokenise in parallel.
 
     Each process is a plain program with pipes: nothing of this one is forked (it may have threads, and a GPU), and
@@ -56,10 +56,11 @@ def encode_all(description: str, tasks: Iterable[Task], workers: int | None = No
     started: list[subprocess.Popen[bytes]] = []
 
     def run(group: list[Task]) -> list[Done]:
-        if not hasattr(local, "process"):
-            local.process = _start(description)
-            started.append(local.process)
-        return _ask(local.process, group)
+        if hasattr(local, "process"):
+            return _ask(local.process, group)
+        local.process = _start()
+        started.append(local.process)
+        return _ask(local.process, description, group)
 
     pool = ThreadPoolExecutor(workers)
     under_way: deque[Future[list[Done]]] = deque()
@@ -97,7 +98,7 @@ def _groups(tasks: Iterable[Task]) -> Iterator[list[Task]]:
         yield group
 
 
-def _start(description: str) -> subprocess.Popen[bytes]:
+def _start() -> subprocess.Popen[bytes]:
     # Each process has one core; modules are found where this process finds them.
     environment = os.environ | {
         "TOKENIZERS_PARALLELISM": "false",
@@ -105,17 +106,15 @@ def _start(description: str) -> subprocess.Popen[bytes]:
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
     command = [sys.executable, "-c", "from oomb_accel.data.worker import main; main()"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-    assert process.stdin is not None
-    pickle.dump(description, process.stdin, protocol=5)
-    process.stdin.flush()
-    return process
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 
-def _ask(process: subprocess.Popen[bytes], group: list[Task]) -> list[Done]:
+def _ask(process: subprocess.Popen[bytes], *words: str | list[Task]) -> list[Done]:
+    """Send the tokenizer or tasks, and wait for the results of the last ones."""
     assert process.stdin is not None and process.stdout is not None
     try:
-        pickle.dump(group, process.stdin, protocol=5)
+        for word in words:
+            pickle.dump(word, process.stdin, protocol=5)
         process.stdin.flush()
         done: list[Done] = pickle.load(process.stdout)
     except (OSError, EOFError, pickle.UnpicklingError):

@@ -188,7 +188,8 @@ def _from_text(flag: str, text: str, setting: Setting) -> Any:
     """A value as typed on the command line, in the setting's type."""
     if text.lower() in ("null", "none") and types.NoneType in setting.options:
         return None
-    for option in setting.options:
+    as_list = text.startswith("[") and list[str] in setting.options
+    for option in (list[str],) if as_list else setting.options:
         try:
             return _fit(_parse(text, option), option)
         except (_Mismatch, ValueError, yaml.YAMLError):
