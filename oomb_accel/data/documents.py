@@ -56,7 +56,7 @@ def collate(documents: Sequence[Document], pad_token_id: int) -> dict[str, torch
     that has nothing to do in a micro-step and still takes part in it.
 
     Where one of them is packed, all lie in one row without padding, one behind another: borders are then where
-    ``position_ids`` start again, which transformers reads without an ``attention_mask`` only.
+    ``position_ids`` start again. Chunk recurrence keeps them apart.
 
     Returns: ``input_ids``, ``attention_mask`` and ``labels``, int64 ``[documents, longest]``; for packed documents
         ``input_ids``, ``position_ids`` and ``labels``, int64 ``[1, all tokens]``.

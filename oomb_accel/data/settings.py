@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-CACHE_VARIABLE = "OOMB_CACHE"
+from oomb_accel.sources import CACHE_VARIABLE
 
 TrainOn = Literal["auto", "all", "completions", "assistant"]
 FolderAs = Literal["auto", "document", "files"]

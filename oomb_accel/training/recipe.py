@@ -194,6 +194,11 @@ class Recipe:
             raise ValueError(
                 "packing needs a length.\n  Got packing=true without max_length.\n  Set max_length, for example 131072."
             )
+        if self.packing and not self.oomb.enabled:
+            raise ValueError(
+                "Packed documents would see each other: the model's own attention does not keep them apart.\n"
+                "  Got packing=true with oomb.enabled=false.\n  Set packing: false, or oomb.enabled: true."
+            )
         if self.lora_r == 0:
             for name in ("use_rslora", "use_dora", "lora_modules_to_save", "lora_dropout"):
                 if getattr(self, name):

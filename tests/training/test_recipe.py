@@ -118,6 +118,7 @@ def test_presets_are_valid(preset: Path) -> None:
         ({"oomb": {"chunk_tokens": "many"}}, ["chunk_tokens", "'many'", "a whole number"]),
         ({"truncation": "middle"}, ["truncation", "'middle'", "'split'"]),
         ({"packing": True}, ["packing", "max_length"]),
+        ({"packing": True, "max_length": 9, "oomb": {"enabled": False}}, ["packing", "oomb.enabled"]),
         ({"train_on": "assistent"}, ["train_on", "'assistent'", "'assistant'"]),
         ({"max_steps": 0}, ["max_steps=0", "least is 1"]),
         ({"lora_dropout": 1.5}, ["lora_dropout"]),
