@@ -1,8 +1,8 @@
 """Token ids of all documents in one memory-mapped file, with borders and targets beside it.
 
 A folder holds ``tokens.bin`` (uint32), ``offsets.npy`` (int64 ``[documents + 1]``), ``spans.npy`` (int64
-``[spans, 2]``: ranges of tokens that are targets, ascending, never across documents) and ``meta.json``, which is
-written last and says how long the others are.
+``[spans, 2]``: ranges of tokens that are targets, ascending) and ``meta.json``, which is written last and says how
+long the others are.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StoreWriter:
         """
         for start, end in targets:
             start, end = start + self.num_tokens, end + self.num_tokens
-            if self._spans and self._spans[-1][1] == start > self._offsets[-1]:
+            if self._spans and self._spans[-1][1] == start:
                 self._spans[-1] = (self._spans[-1][0], end)
             elif end > start:
                 self._spans.append((start, end))

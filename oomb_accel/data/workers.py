@@ -103,6 +103,7 @@ def _start() -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
+        "PYTHONSAFEPATH": "1",  # nothing of the current folder, unless this process has it too
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
     command = [sys.executable, "-c", "from oomb_accel.data.worker import main; main()"]

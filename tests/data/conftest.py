@@ -31,7 +31,7 @@ Load = Callable[..., Corpus]
 def train_bpe(kind: str) -> PreTrainedTokenizerFast:
     """A tokenizer of one of three kinds: ``gpt2``, ``qwen``, or ``joined``, which makes tokens across newlines."""
     made = Tokenizer(models.BPE())
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "gpt2")
+    level: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "gpt2")
     if kind == "qwen":
         made.normalizer = normalizers.NFC()
         level = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN), "isolated"), level])

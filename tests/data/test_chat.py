@@ -54,7 +54,7 @@ def trained(load_paths: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
                 runs.append([])
             else:
                 runs[-1].append(token)
-        return tokenizer.decode(one.input_ids), [tokenizer.decode(run) for run in runs if run]
+        return str(tokenizer.decode(one.input_ids)), [str(tokenizer.decode(run)) for run in runs if run]
 
     return load_row
 
@@ -115,7 +115,7 @@ def test_the_mask_of_marks_is_that_of_transformers(
     monkeypatch.setattr(tokenizer, "chat_template", MARKED)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}))
     (one,) = load_paths(tmp_path / "a.jsonl", train_on="assistant").documents
-    wanted = tokenizer.apply_chat_template(MESSAGES, return_dict=True, return_assistant_tokens_mask=True)
+    wanted: Any = tokenizer.apply_chat_template(MESSAGES, return_dict=True, return_assistant_tokens_mask=True)
     assert one.input_ids.tolist() == wanted["input_ids"]
     assert (one.labels != -100).int().tolist() == wanted["assistant_masks"]
 

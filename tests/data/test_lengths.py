@@ -107,12 +107,11 @@ def test_packed_documents_do_not_see_each_other(load_paths: Load, tmp_path: Path
     """The loss of packed sequences in one micro-batch is the mean over the targets of the documents alone."""
     path = write_rows(tmp_path / "a.jsonl", [9, 14, 5, 21, 2])
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, initializer_range=0.2, attn_implementation="sdpa",
-        )
-    )  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, initializer_range=0.2
+    )
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 16
+    model = LlamaForCausalLM(config)
     alone, packed = load_paths(path).documents, load_paths(path, max_length=24, packing=True).documents
     with torch.no_grad():
         sums = [float(model(**collate([one], 0)).loss) * one.num_targets for one in alone]

@@ -157,7 +157,7 @@ def test_without_the_extra(load_paths: Load, tmp_path: Path, monkeypatch: pytest
         load_paths(tmp_path / "a.parquet")
 
 
-BIG = b'{"text": "' + b"x" * 3_000_000 + b'"}\n'
+BIG = b'{"text": "' + b"x" * 400_000 + b'"}\n'
 
 BAD: list[tuple[str, bytes, str]] = [
     ("a.txt", "ab".encode("utf-16"), "begins as UTF-16 text.*iconv -f utf-16"),
@@ -213,7 +213,7 @@ def test_what_is_no_file(load_paths: Load, tmp_path: Path) -> None:
 
 def test_huge_single_lines(load_paths: Load, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(BIG)
-    (tmp_path / "a.txt").write_bytes(b"x" * 3_000_000)
+    (tmp_path / "a.txt").write_bytes(b"x" * 400_000)
     first, second = load_paths(tmp_path / "a.jsonl", tmp_path / "a.txt").documents
     assert first.input_ids.tolist() == second.input_ids.tolist()
 
@@ -284,7 +284,7 @@ def test_globs(
     load_paths: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, include: Any, exclude: Any, read: list[str]
 ) -> None:
     (one,) = load_paths(tree(tmp_path / "f", **MIXED), include=tuple(include), exclude=tuple(exclude)).documents
-    lines = tokenizer.decode(one.input_ids).splitlines()
+    lines = str(tokenizer.decode(one.input_ids)).splitlines()
     assert [line[5:-5] for line in lines if line.startswith("====")] == read
 
 
@@ -310,7 +310,7 @@ def test_a_checkout_is_its_tracked_files(
 
     def read(path: Path) -> tuple[str, str]:
         corpus = load_paths(path)
-        return tokenizer.decode(corpus.documents[0].input_ids[:-1]), corpus.notes[0]
+        return str(tokenizer.decode(corpus.documents[0].input_ids[:-1])), corpus.notes[0]
 
     text, note = read(folder)
     assert text == "==== .github/c.yml ====\nc\n==== a.py ====\na\n==== sub/b.py ====\nb"
