@@ -45,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--show", type=int, default=1)
     paths, words = _split(arguments)
     options, settings = parser.parse_known_args(words)
+    while not paths and settings and not settings[0].startswith("-"):  # behind --model MODEL
+        paths.append(settings.pop(0))
     if not paths:
         print(f"{USAGE}\noomb data: give a recipe, or a path and --model.", file=sys.stderr)
         return 2

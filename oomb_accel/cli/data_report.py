@@ -58,6 +58,7 @@ class Found:
     """Documents as they are in the data."""
     used: Lengths | None
     """Sequences that would be trained on; None if they would be refused."""
+    packed: bool
     targets: int
     notes: list[str]
     refusal: str | None
@@ -130,6 +131,7 @@ def describe(recipe: Recipe, *, show: int) -> Found:
         cache=str(store.folder),
         read=Lengths.of(lengths),
         used=Lengths.of(documents.num_tokens()) if documents else None,
+        packed=recipe.packing,
         targets=sum(documents.num_targets()),
         notes=notes,
         refusal=refusal,
@@ -176,10 +178,13 @@ def _bins(lengths: Any) -> list[tuple[int, int, int]]:
 
 def text_report(found: Found, *, color: bool) -> str:
     """Everything as text; without colour, what is trained on stands in double brackets."""
-    lines = ["as read", *_lengths(found.read)]
+    same = found.used == found.read
+    lines = ["as read and trained on" if same else "as read", *_lengths(found.read, "documents")]
     if found.used is not None:
         share = found.targets / found.used.tokens
-        lines += ["", "as trained on", *_lengths(found.used)]
+        lines += (
+            [] if same else ["", "as trained on", *_lengths(found.used, "sequences" if found.packed else "documents")]
+        )
         lines.append(f"  targets    {found.targets:,} ({share:.1%} of the tokens)")
     lines += ["", *(f"note: {note}" for note in found.notes)] if found.notes else []
     if found.positions is not None and found.used is not None:
@@ -193,9 +198,9 @@ def text_report(found: Found, *, color: bool) -> str:
     return "\n".join(lines)
 
 
-def _lengths(lengths: Lengths) -> list[str]:
+def _lengths(lengths: Lengths, what: str) -> list[str]:
     rows = [
-        f"  documents  {lengths.documents:,}",
+        f"  {what}  {lengths.documents:,}",
         f"  tokens     {lengths.tokens:,}",
         f"  lengths    min {lengths.min:,}, median {lengths.median:,}, 95 % {lengths.p95:,}, max {lengths.max:,}",
     ]

@@ -107,7 +107,14 @@ def matches(name: str, glob: str) -> bool:
 def _visible_files(folder: Path) -> list[str]:
     """Paths of all files below a folder, relative, without hidden ones and hidden folders."""
     found = []
-    for root, folders, files in os.walk(folder):
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(
+            f"The folder {error.filename!r} cannot be read.\n  {error.strerror}.\n"
+            "  Make it readable, or set data_path to the folders in it that are."
+        )
+
+    for root, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(root, name).relative_to(folder).as_posix() for name in files if not name.startswith(".")]
     return found

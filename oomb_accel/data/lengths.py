@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from oomb_accel.data.settings import DataSettings
-from oomb_accel.data.store import Range, Sequence_, TokenStore
+from oomb_accel.data.store import Range, TokenStore, TrainingSequence
 
 SHOWN = 3
 
@@ -15,11 +15,11 @@ SHOWN = 3
 class Fitted:
     """Sequences within the limit, and notes on what was done to the others."""
 
-    sequences: list[Sequence_] = field(default_factory=list)
+    sequences: list[TrainingSequence] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def fit(sequences: Sequence[Sequence_], settings: DataSettings) -> Fitted:
+def fit(sequences: Sequence[TrainingSequence], settings: DataSettings) -> Fitted:
     """Apply ``truncation`` to documents longer than ``max_length``.
 
     Raises:
@@ -54,18 +54,18 @@ def fit(sequences: Sequence[Sequence_], settings: DataSettings) -> Fitted:
     return fitted
 
 
-def _cut(one: Sequence_, limit: int, truncation: str) -> list[Sequence_]:
+def _cut(one: TrainingSequence, limit: int, truncation: str) -> list[TrainingSequence]:
     ((start, end),) = one.ranges
     if truncation == "drop":
         return []
     if truncation == "split":
         cuts: list[Range] = [(at, min(at + limit, end)) for at in range(start, end, limit)]
-        return [Sequence_(f"{one.name} part {index}", (part,)) for index, part in enumerate(cuts, start=1)]
+        return [TrainingSequence(f"{one.name} part {index}", (part,)) for index, part in enumerate(cuts, start=1)]
     kept = (start, start + limit) if truncation == "start" else (end - limit, end)
-    return [Sequence_(one.name, (kept,))]
+    return [TrainingSequence(one.name, (kept,))]
 
 
-def leave_out_untrained(sequences: Sequence[Sequence_], store: TokenStore) -> Fitted:
+def leave_out_untrained(sequences: Sequence[TrainingSequence], store: TokenStore) -> Fitted:
     """Without documents that have no target: they cost time and teach nothing."""
     trained = [sum(store.num_targets(*part) for part in one.ranges) > 0 for one in sequences]
     fitted = Fitted([one for one, kept in zip(sequences, trained, strict=True) if kept])

@@ -19,7 +19,7 @@ from oomb_accel.data.meter import Meter
 from oomb_accel.data.pack import pack
 from oomb_accel.data.settings import DataSettings
 from oomb_accel.data.sources import Source, find_sources
-from oomb_accel.data.store import FORMAT, Sequence_, StoredDocuments, StoreWriter, TokenStore
+from oomb_accel.data.store import FORMAT, StoredDocuments, StoreWriter, TokenStore, TrainingSequence
 from oomb_accel.data.tokenise import Named, TextEncoder, UnprovenCut
 
 RULES = 1
@@ -64,7 +64,7 @@ def arrange(store: TokenStore, settings: DataSettings) -> Corpus:
     """
     borders = store.offsets.tolist()
     everything = [
-        Sequence_(name, ((start, end),))
+        TrainingSequence(name, ((start, end),))
         for name, start, end in zip(store.names, borders[:-1], borders[1:], strict=True)
     ]
     fitted = fit(everything, settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oomb_accel.data.lengths import shortened
-from oomb_accel.data.store import Sequence_
+from oomb_accel.data.store import TrainingSequence
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -37,7 +37,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     return sorted(sorted(items) for items in bins.values())
 
 
-def pack(sequences: Sequence[Sequence_], max_length: int) -> tuple[list[Sequence_], str]:
+def pack(sequences: Sequence[TrainingSequence], max_length: int) -> tuple[list[TrainingSequence], str]:
     """Put documents together up to ``max_length`` tokens.
 
     Returns: the sequences, and a note with the share of their room that is filled.
@@ -47,7 +47,7 @@ def pack(sequences: Sequence[Sequence_], max_length: int) -> tuple[list[Sequence
     for items in first_fit_decreasing(lengths, max_length):
         parts = [sequences[item] for item in items]
         name = parts[0].name if len(parts) == 1 else f"{len(parts)} packed: {shortened([one.name for one in parts])}"
-        packed.append(Sequence_(name, tuple(part for one in parts for part in one.ranges)))
+        packed.append(TrainingSequence(name, tuple(part for one in parts for part in one.ranges)))
     filled = sum(lengths) / (len(packed) * max_length) if packed else 0.0
     note = (
         f"packed {len(sequences):,} documents into {len(packed):,} sequences of up to {max_length:,} tokens, "

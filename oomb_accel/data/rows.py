@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,21 +167,18 @@ def _numbered(batches: Any) -> Iterator[Numbered]:
             yield f" row {number}", row
 
 
-class _names_file:
+@contextmanager
+def _names_file(path: Path, kind: str) -> Iterator[None]:
     """Says which file an error of pyarrow is about."""
-
-    def __init__(self, path: Path, kind: str) -> None:
-        self._path, self._kind = path, kind
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError) or type(error).__module__.split(".")[0] == "pyarrow":
-            raise ValueError(
-                f"{str(self._path)!r} is no {self._kind} file that can be read.\n  {str(error).splitlines()[0]}.\n"
-                "  Write it again, or convert it to .jsonl."
-            ) from None
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__module__.split(".")[0] != "pyarrow":
+            raise
+        raise ValueError(
+            f"{str(path)!r} is no {kind} file that can be read.\n  {str(error).splitlines()[0]}.\n"
+            "  Write it again, or convert it to .jsonl."
+        ) from None
 
 
 def optional(module: str, what: str) -> Any:

@@ -96,12 +96,16 @@ def _folder(folder: Path, settings: DataSettings) -> list[Source]:
         return [_one_document(folder, settings)]
     names, rule = file_names(folder)
     names = [name for name in names if chosen(name, settings.include, settings.exclude)]
-    data = [name for name in names if Path(name).stem.lower() not in _BESIDE_TABLES]
+    data = [name for name in names if not _is_beside_tables(name)]
     if settings.folder_as == "files":
         return _files(folder, names, rule)
     if data and all(Path(name).suffix.lower() in READERS for name in data):
         return _files(folder, data, rule)
     return [_one_document(folder, settings)]
+
+
+def _is_beside_tables(name: str) -> bool:
+    return Path(name).stem.lower() in _BESIDE_TABLES or any(part.startswith(".") for part in name.split("/"))
 
 
 def _files(folder: Path, names: list[str], rule: str) -> list[Source]:
@@ -122,7 +126,9 @@ def _files(folder: Path, names: list[str], rule: str) -> list[Source]:
             "  Set data_path to a folder with files, and check data_include and data_exclude."
         )
     left_out = f"; skipped {skipped.total()} ({said(skipped)})" if skipped else ""
-    note = f"{folder}: {len(sources)} files, each by itself{left_out}" + (f"; {rule}" if rule else "")
+    note = f"{folder}: {len(sources)} {'file' if len(sources) == 1 else 'files'}, each by itself{left_out}" + (
+        f"; {rule}" if rule else ""
+    )
     return [replace(sources[0], note=note), *sources[1:]]
 
 

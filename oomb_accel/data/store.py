@@ -136,7 +136,7 @@ class TokenStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence_:
+class TrainingSequence:
     """One training sequence: ranges of a store's tokens."""
 
     name: str
@@ -150,7 +150,7 @@ class Sequence_:
 class StoredDocuments(Sequence[Document]):
     """Documents that are read from the store when they are asked for."""
 
-    def __init__(self, store: TokenStore, sequences: Sequence[Sequence_]) -> None:
+    def __init__(self, store: TokenStore, sequences: Sequence[TrainingSequence]) -> None:
         self.store, self.sequences = store, sequences
 
     def __len__(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO
@@ -111,4 +112,5 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 def main() -> None:
     """The program: requests from standard input, replies to standard output."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks, which then closes the pipe
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    with suppress(BrokenPipeError, pickle.UnpicklingError):  # the other side was killed
+        serve(sys.stdin.buffer, sys.stdout.buffer)

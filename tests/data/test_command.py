@@ -47,7 +47,7 @@ def test_text(run: Run, rows: str, model: str) -> None:
     for words in (
         "documents  8",
         "lengths    min ",
-        "as trained on",
+        "as read and trained on",
         "the model's positions reach 100 tokens; 1 longer: ",
         "document 1: ",
         "... ",
@@ -58,6 +58,7 @@ def test_text(run: Run, rows: str, model: str) -> None:
     assert "\x1b" not in out
     shown = run(rows, "--model", model, "--show", "3")[1]
     assert "the fox[[ jumps jumps<|end|>]]" in shown
+    assert shown == run("--model", model, rows, "--show", "3")[1]
     assert "document 1" not in run(rows, "--model", model, "--show", "0")[1]
 
 

@@ -294,6 +294,18 @@ def test_nothing_fits_the_globs(load_paths: Load, tmp_path: Path) -> None:
             load_paths(tree(tmp_path / "f", **MIXED), include=("*.rs",), folder_as=folder_as)
 
 
+def test_a_checkout_of_tables_is_rows(load_paths: Load, tmp_path: Path) -> None:
+    """As a clone of a hub dataset is."""
+    folder = tmp_path / "clone"
+    as_folder_of_tables(folder, ROWS)
+    (folder / ".gitattributes").write_text("*.parquet filter=lfs")
+    git(folder, "init")
+    git(folder, "add", "0.parquet", "README.md", ".gitattributes")
+    corpus = load_paths(folder)
+    assert [one.name for one in corpus.documents] == [f"{folder / '0.parquet'} row 1"]
+    assert corpus.notes[0] == f"{folder}: 1 file, each by itself; only files tracked by Git"
+
+
 def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True)
 
