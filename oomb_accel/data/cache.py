@@ -43,18 +43,17 @@ def cached(root: Path, key: str, build: Callable[[Path], None], *, wait_s: float
     with _says_where(root):
         root.mkdir(parents=True, exist_ok=True)
         lock = (root / f"{key}.lock").open("w")
-    with lock:
+    with lock, _says_where(root):
         if not _wait(lock.fileno(), final, wait_s):
             return final
-        with _says_where(root):
-            _remove_leftovers(root, key)
-            folder = Path(tempfile.mkdtemp(prefix=f"{key}.part-", dir=root))
-            try:
-                build(folder)
-                folder.chmod(0o755)  # others may use a shared cache
-                folder.rename(final)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+        _remove_leftovers(root, key)
+        folder = Path(tempfile.mkdtemp(prefix=f"{key}.part-", dir=root))
+        try:
+            build(folder)
+            folder.chmod(0o755)  # others may use a shared cache
+            folder.rename(final)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
     return final
 
 

@@ -20,7 +20,7 @@ from oomb_accel.data.pack import pack
 from oomb_accel.data.settings import DataSettings
 from oomb_accel.data.sources import Source, find_sources
 from oomb_accel.data.store import FORMAT, StoredDocuments, StoreWriter, TokenStore, TrainingSequence
-from oomb_accel.data.tokenise import Named, TextEncoder, UnprovenCut
+from oomb_accel.data.tokenise import Named, TextEncoder, UnprovenCut, description_of
 
 RULES = 1
 """Version of how texts become tokens; a change makes every cached result be built anew."""
@@ -48,9 +48,8 @@ def read(settings: DataSettings, tokenizer: Any) -> TokenStore:
         RuntimeError: another process builds the same for too long, or one that tokenises was killed.
     """
     sources = find_sources(settings)
-    encoder = TextEncoder(tokenizer)
-    key = _key(sources, settings, tokenizer, encoder)
-    folder = cached(settings.cache_folder(), key, lambda place: _build(place, sources, settings, tokenizer, encoder))
+    key = _key(sources, settings, tokenizer)
+    folder = cached(settings.cache_folder(), key, lambda place: _build(place, sources, settings, tokenizer))
     store = TokenStore(folder, [source.label for source in sources])
     store.notes[:0] = [source.note for source in sources if source.note]
     return store
@@ -82,7 +81,7 @@ def arrange(store: TokenStore, settings: DataSettings) -> Corpus:
     return Corpus(StoredDocuments(store, sequences), notes)
 
 
-def _key(sources: Sequence[Source], settings: DataSettings, tokenizer: Any, encoder: TextEncoder) -> str:
+def _key(sources: Sequence[Source], settings: DataSettings, tokenizer: Any) -> str:
     """Name of the result in the cache: a digest of all that it depends on, but not of where the data lies."""
     rules = {
         "versions": [FORMAT, RULES, version("transformers"), version("tokenizers")],
@@ -90,7 +89,7 @@ def _key(sources: Sequence[Source], settings: DataSettings, tokenizer: Any, enco
         "sources": [[source.digest, source.chunks is None] for source in sources],
         "tokenizer": [
             type(tokenizer).__name__,
-            encoder.description or _files_of(tokenizer),
+            description_of(tokenizer) or _files_of(tokenizer),
             str(tokenizer.chat_template),
             str(tokenizer.special_tokens_map),
             tokenizer.eos_token_id,
@@ -108,20 +107,17 @@ def _files_of(tokenizer: Any) -> str:
     return digest.hexdigest()
 
 
-def _build(
-    folder: Path, sources: Sequence[Source], settings: DataSettings, tokenizer: Any, encoder: TextEncoder
-) -> None:
+def _build(folder: Path, sources: Sequence[Source], settings: DataSettings, tokenizer: Any) -> None:
     """Tokenise everything into a folder."""
     try:
-        _write(folder, sources, settings, tokenizer, encoder, cut=True)
+        _write(folder, sources, settings, tokenizer, cut=True)
     except UnprovenCut:
-        _write(folder, sources, settings, tokenizer, encoder, cut=False)
+        _write(folder, sources, settings, tokenizer, cut=False)
 
 
-def _write(
-    folder: Path, sources: Sequence[Source], settings: DataSettings, tokenizer: Any, encoder: TextEncoder, *, cut: bool
-) -> None:
+def _write(folder: Path, sources: Sequence[Source], settings: DataSettings, tokenizer: Any, *, cut: bool) -> None:
     counts: Notes = Counter()
+    encoder = TextEncoder(tokenizer)
     writer = StoreWriter(folder)
     meter = Meter(sum(source.num_bytes for source in sources))
     try:

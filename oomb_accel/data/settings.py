@@ -39,4 +39,4 @@ class DataSettings:
     def cache_folder(self) -> Path:
         """Where token ids are kept between runs: the setting, ``OOMB_CACHE``, or ``~/.cache/oomb_accel``."""
         chosen = self.cache or os.environ.get(CACHE_VARIABLE) or "~/.cache/oomb_accel"
-        return Path(chosen).expanduser()
+        return Path(chosen).expanduser().absolute()

@@ -45,6 +45,14 @@ class Piece:
     """The document that ends with it."""
 
 
+def description_of(tokenizer: Any) -> str | None:
+    """The JSON of a fast tokenizer, which says all about how it makes tokens; None for any other one."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or getattr(tokenizer, "split_special_tokens", False):
+        return None
+    return str(backend.to_str())
+
+
 class TextEncoder:
     """Tokenises texts as the tokenizer itself would.
 
@@ -55,10 +63,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        description = None
-        if backend is not None and not getattr(tokenizer, "split_special_tokens", False):
-            description = backend.to_str()
+        description = description_of(tokenizer)
         plain = self._call(SAMPLE, special=False)
         self._prefix, self._suffix = self._framing(plain)
         if description is not None:

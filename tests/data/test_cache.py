@@ -113,6 +113,15 @@ def test_a_full_disk(tmp_path: Path) -> None:
         cached(tmp_path, "key", fill)
 
 
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("oomb_accel.data.cache.fcntl.flock", refuse)
+    with pytest.raises(ValueError, match=r"cannot be written.\n.*No locks available.*\n.*OOMB_CACHE"):
+        cached(tmp_path, "key", small)
+
+
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot be written.\n.*\n.*data_cache"):
@@ -152,6 +161,7 @@ def test_what_the_result_depends_on(tokenizer: PreTrainedTokenizerFast, tmp_path
 
 def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert DataSettings(paths=(), cache="~/x").cache_folder() == Path.home() / "x"
+    assert DataSettings(paths=(), cache="x").cache_folder() == Path.cwd() / "x"
     monkeypatch.setenv("OOMB_CACHE", str(tmp_path))
     assert DataSettings(paths=()).cache_folder() == tmp_path
     monkeypatch.delenv("OOMB_CACHE")
