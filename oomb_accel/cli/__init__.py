@@ -12,6 +12,7 @@ from oomb_accel.config import unknown_key_message
 COMMANDS = {
     "train": "fine-tune a model as a recipe says",
     "run": "run a training script unchanged, with chunk recurrence switched on in it",
+    "data": "what a recipe would train on: documents, lengths, label masks",
     "estimate": "memory, time and cost of a training step, and what fits, without a GPU",
     "report": "what a run did: loss, speed and memory as a table and as plots",
     "verify": "check chunk recurrence against full attention on your own model",
