@@ -31,6 +31,7 @@ LAYERS = (
     {"deepspeed"},
     {"<facade>"},
     {"bench", "training"},
+    {"evaluation"},
     {"cli"},
     {"__main__"},
 )
