@@ -26,7 +26,7 @@ from oomb_accel.evaluation.position import PositionLoss, loss_by_position
 from oomb_accel.evaluation.scoring import Subject
 from oomb_accel.evaluation.subject import check_texts, load_subject, load_texts, tokenizer_of
 from oomb_accel.evaluation.tables import context_table, facts_table, position_table
-from oomb_accel.evaluation.windows import Text, default_contexts
+from oomb_accel.evaluation.windows import WHOLE, Text, default_contexts
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     subject = load_subject(
         options.model, options.adapter, tokenizer, config, rope_parameters=rope, dtype=dtype, device=device
     )
-    check_texts(subject, texts, _longest_pass(options, texts, planted))
+    check_texts(subject, texts, *_longest_pass(options, texts, planted))
     print(head := _describe(options, subject, texts, rope))
     started = time.perf_counter()
     figures = _measure(options, subject, texts, planted, contexts)
@@ -208,12 +208,16 @@ def _write(planted: Sequence[PlantedText], path: Path) -> int:
     return 0
 
 
-def _longest_pass(options: argparse.Namespace, texts: Sequence[Text], planted: Sequence[PlantedText]) -> int:
-    lengths = [len(text.ids) for text in texts] if set(options.parts) != {"facts"} else []
+def _longest_pass(
+    options: argparse.Namespace, texts: Sequence[Text], planted: Sequence[PlantedText]
+) -> tuple[int, int]:
+    """Tokens of the longest call, and how many of them are questions behind a document."""
+    lengths = [(len(text.ids), 0) for text in texts] if set(options.parts) != {"facts"} else []
     for text in planted:
         question = max(len(fact.statement) for fact in text.planted.facts) * options.questions_per_pass
-        context = max(options.contexts) if options.contexts and min(options.contexts) >= 0 else len(text.planted.ids)
-        lengths.append(min(context, len(text.planted.ids)) + question)
+        whole = options.contexts is None or WHOLE in options.contexts
+        context = len(text.planted.ids) if whole else min(max(options.contexts), len(text.planted.ids))
+        lengths.append((context + question, question))
     return max(lengths)
 
 

@@ -77,7 +77,7 @@ def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
     except ValueError as error:
         raise ValueError(
             f"The adapter in {str(folder)!r} belongs to another model.\n  {str(error).splitlines()[0]}\n"
-            f"  Give the model that it was trained on; its config names {base!r}."
+            f"  Give the model that it was trained on{f': its config names {base!r}' if base else ''}."
         ) from error
     assert isinstance(adapted, PeftModel)
     check_adapter(folder, adapted)

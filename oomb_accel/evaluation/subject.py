@@ -72,11 +72,12 @@ def load_subject(
     return Subject(whole.to(device), tokenizer, config, adapter is not None)
 
 
-def check_texts(subject: Subject, texts: Sequence[Text], longest_pass: int) -> None:
+def check_texts(subject: Subject, texts: Sequence[Text], longest_pass: int, questions: int) -> None:
     """Refuse token ids that the model does not know, and passes beyond the range of its positions.
 
     Args:
         longest_pass: tokens of the longest call that is to come.
+        questions: so many of them stand behind the document.
 
     Raises:
         ValueError: with what would work.
@@ -87,9 +88,9 @@ def check_texts(subject: Subject, texts: Sequence[Text], longest_pass: int) -> N
     if limit and longest_pass > limit and subject.config.beyond_trained_length == "error":
         raise ValueError(
             "A document is longer than the range of positions that the model was trained or scaled for.\n"
-            f"  {longest_pass:,} tokens with the questions; model: {describe_rope(config)}.\n"
-            f"  Use --tokens {max(2, limit - (longest_pass - max(len(text.ids) for text in texts)))}, "
-            f"or scale its RoPE: --rope_parameters '{{rope_type: yarn, factor: {-(-longest_pass // limit)}.0}}'"
+            f"  {longest_pass:,} tokens, {questions:,} of them questions; model: {describe_rope(config)}.\n"
+            f"  Use --tokens {max(2, limit - questions)}, or scale its RoPE: "
+            f"--rope_parameters '{{rope_type: yarn, factor: {-(-longest_pass // limit)}.0}}'"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 WHOLE = -1
@@ -35,7 +36,7 @@ class Text:
 def last_tokens(ids: Tensor, num_tokens: int, first: int) -> Tensor:
     """The first ``first`` tokens and the last ``num_tokens`` of the rest."""
     begin = max(len(ids) - num_tokens, first)
-    return ids[begin:] if begin <= first else ids.new_tensor([*ids[:first].tolist(), *ids[begin:].tolist()])
+    return torch.cat((ids[:first], ids[begin:]))
 
 
 def default_contexts(longest: int) -> tuple[int, ...]:
