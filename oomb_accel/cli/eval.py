@@ -9,7 +9,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,8 +53,6 @@ def main(arguments: Sequence[str]) -> int:
     tokenizer = tokenizer_of(options.model)
     texts = load_texts(options.model, options.data, tokenizer, text_field=options.text_field)[: options.max_documents]
     planted = _plant(options, texts, tokenizer) if "facts" in options.parts else []
-    if options.write_planted is not None:
-        return _write(planted, options.write_planted)
     texts = [dataclasses.replace(text, ids=text.ids[: options.tokens]) for text in texts]
     contexts = options.contexts or default_contexts(max(len(text.ids) for text in texts))
     if "context" in options.parts:
@@ -76,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.plot is not None:
         from oomb_accel.evaluation.plots import draw  # an extra, and slow to import
 
-        for path in draw(options.plot, **vars_of(figures), subtitle=head.splitlines()[0]):
+        for path in draw(options.plot, **_parts(figures), subtitle=head.splitlines()[0]):
             print(f"drawn {path}")
     return 0
 
@@ -148,13 +145,6 @@ def _check_places(options: argparse.Namespace) -> None:
         _check_matplotlib()
     if options.adapter is not None:
         read_config(options.adapter)
-    if options.write_planted is not None:
-        if "facts" not in options.parts:
-            raise ValueError(
-                "There are no planted documents to write.\n"
-                f"  Got --write_planted with --parts {','.join(options.parts)}.\n  Use --parts facts."
-            )
-        check_writable(options.write_planted, "--write_planted", "planted.jsonl")
 
 
 def _check_matplotlib() -> None:
@@ -194,18 +184,6 @@ def _plant(options: argparse.Namespace, texts: list[Text], tokenizer: Any) -> li
         per_depth=options.facts_per_depth,
         seed=options.seed,
     )
-
-
-def _write(planted: Sequence[PlantedText], path: Path) -> int:
-    """The documents with their facts as rows of ready token ids, as ``oomb train`` reads them."""
-    with path.open("w", encoding="utf-8") as file:
-        for text in planted:
-            facts = [{"key": fact.key, "code": fact.code, "start": fact.start} for fact in text.planted.facts]
-            file.write(json.dumps({"input_ids": text.planted.ids, "facts": facts}) + "\n")
-    for text in planted:
-        print(f"{text.name}: {len(text.planted.facts)} facts in {len(text.planted.ids):,} tokens")
-    print(f"written {path}")
-    return 0
 
 
 def _longest_pass(
@@ -271,7 +249,7 @@ def _report(
     }
 
 
-def vars_of(figures: Figures) -> dict[str, Any]:
+def _parts(figures: Figures) -> dict[str, Any]:
     """The parts by name."""
     return {item.name: getattr(figures, item.name) for item in dataclasses.fields(figures)}
 

@@ -71,12 +71,6 @@ def _parser() -> argparse.ArgumentParser:
         "1",
         help="facts: how many questions stand one behind the other; 1, each alone, is the cleanest, more are faster",
     )
-    add(
-        "--write_planted",
-        type=Path,
-        metavar="FILE",
-        help="facts: write the documents with their facts as .jsonl for oomb train, and evaluate nothing",
-    )
     add("--first_bucket", "512", help="position: tokens of the first bucket (512)")
     add("--text_field", "text", help="name of the text in the rows of a .jsonl file (text)")
     add("--seed", 0, type=int, help="of facts, order of questions and bootstrap (0)")

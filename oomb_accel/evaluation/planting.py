@@ -134,6 +134,15 @@ def ask(facts: Sequence[Fact], order: Sequence[int]) -> tuple[list[int], list[tu
     return ids, places
 
 
+def training_row(planted: Planted, order: Sequence[int]) -> dict[str, list[int]]:
+    """A document with questions at its end, whose answers alone are targets, as a row that ``oomb train`` reads."""
+    ids, places = ask(planted.facts, order)
+    labels = [-100] * (len(planted.ids) + len(ids))
+    for first, end in places:
+        labels[len(planted.ids) + first : len(planted.ids) + end] = ids[first:end]
+    return {"input_ids": planted.ids + ids, "labels": labels}
+
+
 def _keys(count: int, plain_text: str, rng: np.random.Generator) -> list[str]:
     found: list[str] = []
     for pair in rng.permutation(len(FIRST_WORDS) * len(SECOND_WORDS)):

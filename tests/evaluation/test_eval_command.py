@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from oomb_accel.cli import main
-from oomb_accel.evaluation.subject import load_texts, tokenizer_of
 from tests.evaluation.conftest import SIZES, report_of
 from tests.harness.folders import save_tiny_model
 from tests.harness.models import tiny_model, with_lora
@@ -50,15 +49,6 @@ def test_a_part_alone(tmp_path: Path, model_folder: Path, text: Path, capsys: py
     report = report_of(tmp_path, model_folder, "--data", text, "--parts", "position", "--first_bucket", "64")
     assert report["position"] and not report["facts"] and not report["context"] and report["adapter"] is None
     assert "model perplexity" in capsys.readouterr().out
-
-
-def test_planted_documents_are_read_by_training_as_they_are(tmp_path: Path, model_folder: Path, text: Path) -> None:
-    path = tmp_path / "planted.jsonl"
-    assert run(model_folder, "--data", text, *QUICK, "--parts", "facts", "--write_planted", path) == 0
-    row = json.loads(path.read_text())
-    assert len(row["input_ids"]) == 420 and [round(fact["start"] / 420, 2) for fact in row["facts"]] == [0.2, 0.8]
-    (document,) = load_texts(str(model_folder), [str(path)], tokenizer_of(str(model_folder)))
-    assert document.ids.tolist() == row["input_ids"]
 
 
 def test_rope_of_the_adapters_run_is_used(
@@ -132,8 +122,6 @@ ERRORS: list[tuple[str, tuple[str, ...]]] = [
     ("M --data T --adapter prompt", ("a kind that is not supported", "PROMPT_TUNING", "Use LoRA")),
     ("M --data T --json nowhere/r.json", ("The report cannot be written", "Use --json r.json")),
     ("M --data T --plot nowhere", ("no folder for the plots", "--plot .")),
-    ("M --data T --write_planted nowhere/p.jsonl", ("cannot be written", "Use --write_planted p.jsonl")),
-    ("M --data T --parts context --write_planted p.jsonl", ("no planted documents", "Use --parts facts")),
     ("M --data T --top_k 4", ("top_k has no meaning with dense attention",)),
     ("M --data T --attention sparse --q_block 96", ("q_block", "96")),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from oomb_accel.cli import main
 from oomb_accel.evaluation.planting import plant
 from oomb_accel.evaluation.statistics import mean_of
 from oomb_accel.evaluation.windows import WHOLE, Text, default_contexts, within
@@ -103,12 +101,14 @@ def test_planted_facts(tmp_path: Path, model_folder: Path, adapter_folder: Path,
 
 def test_an_answer_that_is_known_is_exact(tmp_path: Path, model_folder: Path, text: Path) -> None:
     """A head that says what follows each byte in one code, without any context."""
-    path = tmp_path / "planted.jsonl"
     common = ["--parts", "facts", "--depths", "50", "--tokens", "400", "--data", str(text), "--seed"]
-    assert main(["eval", str(model_folder), *common, "9", "--write_planted", str(path)]) == 0
-    code = f" {json.loads(path.read_text())['facts'][0]['code']}"
-    assert len(set("s" + code)) == 8, "every byte has one that follows it"
     model, tokenizer = load(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    ids = tokens_of(model_folder, text)[:400]
+    made = plant(
+        ids, "", lambda part: tokenizer(part)["input_ids"], num_tokens=400, depths=[0.5], per_depth=1, seed=[9, 0]
+    )
+    code = f" {made.facts[0].code}"
+    assert len(set("s" + code)) == 8, "every byte has one that follows it"
     with torch.no_grad():  # the blocks add nothing
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from oomb_accel.evaluation.planting import FIRST_WORDS, SECOND_WORDS, ask, plant
+from oomb_accel.evaluation.planting import FIRST_WORDS, SECOND_WORDS, ask, plant, training_row
 
 WORDS = "a long text without any of the names . " * 60
 TEXT = list(range(1000, 1600))
@@ -46,6 +46,16 @@ def test_a_fact_is_the_sentence_that_is_asked_for() -> None:
     ids, places = ask(made.facts, [3, 0])
     assert [tuple(ids[first:end]) for first, end in places] == [made.facts[3].answer, made.facts[0].answer]
     assert tuple(ids) == made.facts[3].statement + made.facts[0].statement
+
+
+def test_only_answers_are_targets_of_training() -> None:
+    made = planted()
+    row = training_row(made, [4, 1])
+    ids, places = ask(made.facts, [4, 1])
+    assert row["input_ids"] == made.ids + ids
+    wanted = [token for first, end in places for token in ids[first:end]]
+    assert [token for token in row["labels"] if token != -100] == wanted
+    assert all(label in (-100, token) for label, token in zip(row["labels"], row["input_ids"], strict=True))
 
 
 def test_keys_are_unique_and_not_in_the_text() -> None:
