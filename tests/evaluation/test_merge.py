@@ -99,14 +99,15 @@ def test_rope_of_the_run_goes_into_the_config(tmp_path: Path, model_folder: Path
     assert parameters["rope_type"] == "yarn" and parameters["factor"] == 4.0
 
 
-def test_a_wrong_result_is_found_out(
-    tmp_path: Path, adapter_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The base alone, saved as if it were merged; within the limit of bf16, where the adapter does little."""
-    monkeypatch.setattr(merging.BaseTunerLayer, "merge", lambda *_, **__: None, raising=False)
-    monkeypatch.setattr("peft.tuners.lora.layer.Linear.merge", lambda *_, **__: None)
-    assert merge(adapter_folder, tmp_path / "out") == 1
-    assert "FAILED" in capsys.readouterr().out
+def test_a_wrong_result_is_found_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An adapter of a head that is also the embedding: merged, it would change both."""
+    tied = save_tiny_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "adapter", tied, target_modules=["lm_head"])
+    assert merge(adapter, tmp_path / "out") == 1
+    assert "FAILED: do not use it" in capsys.readouterr().out
+
+
+def test_the_limit_and_the_effect_of_the_adapter_decide() -> None:
     a = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     small = merging.compare(a * 1.001, a, a * 1.3, [torch.float32, torch.bfloat16])
     assert small.passed and small.limit == 5e-2
