@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     texts = load_texts(options.model, options.data, tokenizer, text_field=options.text_field)[: options.max_documents]
     planted = _plant(options, texts, tokenizer) if "facts" in options.parts else []
     texts = [dataclasses.replace(text, ids=text.ids[: options.tokens]) for text in texts]
-    contexts = options.contexts or default_contexts(max(len(text.ids) for text in texts))
+    contexts = options.contexts or default_contexts(max(len(text.ids) for text in texts) - options.last_tokens)
     if "context" in options.parts:
         check_lengths(texts, options.last_tokens, contexts)
     dtype = getattr(torch, options.dtype, torch.float32 if device.type == "cpu" else None)

@@ -45,6 +45,13 @@ def test_tables_plots_and_json(
     assert again == report  # the seed decides
 
 
+def test_context_lengths_that_nobody_asked_for_are_none_too_long(
+    tmp_path: Path, model_folder: Path, text: Path
+) -> None:
+    report = report_of(tmp_path, model_folder, "--data", text, "--parts", "context", "--tokens", "540")
+    assert [row["context"] for row in report["context"]] == [0, 508]
+
+
 def test_a_part_alone(tmp_path: Path, model_folder: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of(tmp_path, model_folder, "--data", text, "--parts", "position", "--first_bucket", "64")
     assert report["position"] and not report["facts"] and not report["context"] and report["adapter"] is None
