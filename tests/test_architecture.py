@@ -32,6 +32,7 @@ LAYERS = (
     {"deepspeed"},
     {"<facade>"},
     {"bench", "training"},
+    {"evaluation"},
     {"cli"},
     {"__main__"},
 )
