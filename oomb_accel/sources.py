@@ -27,11 +27,15 @@ BLOCK = "oomb"
 """Name of the block in a DeepSpeed config and in recipes."""
 PRESET_VARIABLE = "OOMB_CONFIG"
 """Environment variable with the path of a yaml preset."""
+CACHE_VARIABLE = "OOMB_CACHE"
+"""Environment variable with the folder that keeps token ids."""
 LAUNCHED_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 """Environment variable by which ``accelerate launch`` passes the path of a DeepSpeed config, or ``none``."""
 
 _PREFIX = "OOMB_"
-_OTHER_VARIABLES = frozenset({PRESET_VARIABLE, "OOMB_PYTHON", "OOMB_TORCH_INDEX", "OOMB_ALLOW_CUDA_TORCH"})
+_OTHER_VARIABLES = frozenset(
+    {PRESET_VARIABLE, CACHE_VARIABLE, "OOMB_PYTHON", "OOMB_TORCH_INDEX", "OOMB_ALLOW_CUDA_TORCH"}
+)
 _SETTINGS: dict[str, Any] = typing.get_type_hints(OombConfig)
 
 Kind = Literal["python", "flag", "yaml", "json"]

@@ -1,6 +1,14 @@
 """Settings of every test run: devices, the Triton interpreter, offline hub, hypothesis profile."""
 
+import atexit
 import os
+import shutil
+import tempfile
+
+# Token ids of the tests' data do not outlive the tests; processes that tests start use the same folder.
+if "OOMB_CACHE" not in os.environ:
+    os.environ["OOMB_CACHE"] = tempfile.mkdtemp(prefix="oomb-cache-")
+    atexit.register(shutil.rmtree, os.environ["OOMB_CACHE"], ignore_errors=True)
 
 # Set before transformers or Triton is imported by anything: both read these when they are imported.
 os.environ["HF_HUB_OFFLINE"] = "1"

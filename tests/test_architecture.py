@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     {"config", "schedule", "progress", "sampler", "setting_text", "sources"},
     {"plan", "memory_report"},
+    {"data"},
     {"host"},
     {"pages"},
     {"selection"},
@@ -31,6 +32,7 @@ LAYERS = (
     {"deepspeed"},
     {"<facade>"},
     {"bench", "training"},
+    {"evaluation"},
     {"cli"},
     {"__main__"},
 )

@@ -32,6 +32,7 @@ FREE_SETTINGS = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint",
     "logging_steps",
     "eval_last_tokens",
     "data_path",
+    "data_cache",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
 }

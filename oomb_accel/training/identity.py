@@ -68,6 +68,7 @@ def data_digest(documents: Sequence[Document]) -> str:
         digest.update(len(document.input_ids).to_bytes(8, "little"))
         digest.update(document.input_ids.numpy().tobytes())
         digest.update(document.labels.numpy().tobytes())
+        digest.update(repr(document.starts[1:]).encode() if len(document.starts) > 1 else b"")
     return digest.hexdigest()
 
 

@@ -26,9 +26,10 @@ class Recipe:
     model_name_or_path: str = ""
     """Folder of a model, or its hub id."""
 
-    data_path: str = ""
-    """A text file (one document), a .jsonl file (one document per row) or a folder (one document made of its
-    files)."""
+    data_path: str | list[str] = ""
+    """Text files (one document each), .jsonl, .json, .csv, .tsv, .parquet or .arrow files (one document per row),
+    folders and Git checkouts (one document made of their files; see folder_as), hub datasets (owner/name or
+    owner/name:config) or folders made by save_to_disk; one of them, or a list."""
 
     output_dir: str = ""
     """Folder for the adapter, metrics.jsonl, resolved_recipe.yaml and summary.json."""
@@ -71,15 +72,39 @@ class Recipe:
     use_dora: bool = False
     """Weight-decomposed LoRA."""
 
+    data_split: str = "train"
+    """Split of a hub or saved dataset, for example train or train[:100]."""
+
+    folder_as: Literal["auto", "document", "files"] = "auto"
+    """What a folder is: one document made of its text files in the order of their paths, or its files, read one by
+    one. "auto" is files where all of them are tables such as .jsonl and .parquet, otherwise one document."""
+
+    data_include: list[str] | None = None
+    """Read only files of a folder that fit one of these globs, for example ["*.py", "docs/"]."""
+
+    data_exclude: list[str] | None = None
+    """Leave out files of a folder that fit one of these globs, for example [tests, "*.json"]."""
+
     text_field: str = "text"
-    """Name of the text in the rows of a .jsonl file."""
+    """Name of the text in the rows of a table."""
+
+    train_on: Literal["auto", "all", "completions", "assistant"] = "auto"
+    """Which tokens the loss is on: all; only the completion (of a chat, its last reply); or only what the assistant
+    says. "auto" is completions for rows with prompt and completion, assistant for chats whose template marks it with
+    {% generation %}, otherwise all."""
 
     max_length: int | None = None
     """Most tokens of one document. None sets no limit of its own; the model's trained range still counts."""
 
-    truncation: Literal["error", "start", "end", "split"] = "error"
-    """What to do with a document longer than max_length: refuse it, keep its start, keep its end, or cut it
-    into documents that do not see each other."""
+    truncation: Literal["error", "drop", "start", "end", "split"] = "error"
+    """What to do with a document longer than max_length: refuse it, leave it out, keep its start, keep its end, or cut
+    it into documents that do not see each other."""
+
+    packing: bool = False
+    """Put several short documents into one sequence of up to max_length tokens. They do not see each other."""
+
+    data_cache: str | None = None
+    """Folder that keeps token ids between runs; OOMB_CACHE or ~/.cache/oomb_accel if left out."""
 
     optimizer: Literal["adamw"] = "adamw"
     """AdamW, fused on a GPU. Its state is for the trained parameters only."""
@@ -165,6 +190,15 @@ class Recipe:
                 f"  Got truncation={self.truncation} without max_length.\n"
                 "  Set max_length, for example 131072."
             )
+        if self.packing and self.max_length is None:
+            raise ValueError(
+                "packing needs a length.\n  Got packing=true without max_length.\n  Set max_length, for example 131072."
+            )
+        if self.packing and not self.oomb.enabled:
+            raise ValueError(
+                "Packed documents would see each other: the model's own attention does not keep them apart.\n"
+                "  Got packing=true with oomb.enabled=false.\n  Set packing: false, or oomb.enabled: true."
+            )
         if self.lora_r == 0:
             for name in ("use_rslora", "use_dora", "lora_modules_to_save", "lora_dropout"):
                 if getattr(self, name):
@@ -198,6 +232,18 @@ class Recipe:
         """
         values, flags = read_settings(Path(path), list(overrides), hints(), OombConfig)
         recipe = cls(**values)
+        recipe.oomb_flags = flags
+        return recipe
+
+    @classmethod
+    def from_options(cls, options: Sequence[str], **values: Any) -> Recipe:
+        """A recipe without a file: command-line options over settings that are given by name.
+
+        Raises:
+            ValueError: as :meth:`from_yaml`.
+        """
+        typed, flags = read_settings(None, list(options), hints(), OombConfig)
+        recipe = cls(**values | typed)
         recipe.oomb_flags = flags
         return recipe
 

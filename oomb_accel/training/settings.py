@@ -31,11 +31,16 @@ OTHER_NAMES = {
     "modules_to_save": "Set lora_modules_to_save.",
     "lr_scheduler": "Set lr_scheduler_type.",
     "datasets": "Set data_path.",
-    "dataset_name": "Set data_path, a file or folder.",
+    "dataset_name": "Set data_path, which takes hub ids too.",
     "dataset_text_field": "Set text_field.",
     "gradient_checkpointing": "Leave it out: activations cost one chunk, set by oomb.chunk_tokens.",
     "attn_implementation": "Leave it out; oomb.backend chooses the attention kernels.",
-    "packing": "Leave it out: documents of a batch share a stream without padding already.",
+    "sample_packing": "Set packing.",
+    "train_on_inputs": "Set train_on: all, completions or assistant.",
+    "assistant_only_loss": "Set train_on: assistant.",
+    "completion_only_loss": "Set train_on: completions.",
+    "split": "Set data_split.",
+    "dataset_prepared_path": "Set data_cache.",
 }
 """Names that other trainers use, or that have no place here, and what to write instead."""
 
@@ -80,12 +85,12 @@ def check_value(name: str, value: Any, setting: Setting) -> Any:
 
 
 def read_settings(
-    path: Path, overrides: list[str], settings: Mapping[str, Setting], block_type: type[OombConfig]
+    path: Path | None, overrides: list[str], settings: Mapping[str, Setting], block_type: type[OombConfig]
 ) -> tuple[dict[str, Any], frozenset[str]]:
     """Settings of a yaml file, with command-line options over them.
 
     Args:
-        path: a yaml file with one mapping.
+        path: a yaml file with one mapping; None for options only.
         overrides: options as typed.
         settings: what is allowed.
         block_type: type of the ``oomb`` block.
@@ -96,7 +101,7 @@ def read_settings(
     Raises:
         ValueError: see :meth:`oomb_accel.training.recipe.Recipe.from_yaml`.
     """
-    values = _load_yaml(path)
+    values = {} if path is None else _load_yaml(path)
     block_settings = Setting.of(block_type)
     for key, value in values.items():
         if key not in settings:
@@ -127,7 +132,7 @@ def read_settings(
             raise ValueError(_unknown(name, settings, f"the command line ({flag})"))
         else:
             values[name] = _from_text(flag, text, settings[name])
-    place = f"the oomb block of {path}" + (" with the options over it" if overrides else "")
+    place = f"the oomb block of {path or 'the options'}" + (" with the options over it" if overrides and path else "")
     values["oomb"] = block_type.from_dict(block, place=place)
     return values, frozenset(flagged)
 
@@ -183,7 +188,8 @@ def _from_text(flag: str, text: str, setting: Setting) -> Any:
     """A value as typed on the command line, in the setting's type."""
     if text.lower() in ("null", "none") and types.NoneType in setting.options:
         return None
-    for option in setting.options:
+    as_list = text.startswith("[") and list[str] in setting.options
+    for option in (list[str],) if as_list else setting.options:
         try:
             return _fit(_parse(text, option), option)
         except (_Mismatch, ValueError, yaml.YAMLError):

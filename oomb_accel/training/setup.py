@@ -117,7 +117,7 @@ def _settings(recipe: Recipe, accelerator: Accelerator) -> Resolved:
 def _check_model(model: nn.Module, recipe: Recipe, corpus: Corpus, accelerator: Accelerator) -> None:
     check_vocabulary(corpus.documents, model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     if recipe.oomb.enabled and recipe.oomb.beyond_trained_length == "error":
-        check_length(model.config, [len(document.input_ids) for document in corpus.documents])
+        check_length(model.config, [document.longest for document in corpus.documents])
     if zero_stage(accelerator) is not None and not _deepspeed_casts(accelerator):
         odd = next((p.dtype for p in model.parameters() if p.dtype != torch.float32), None)
         if odd is not None:

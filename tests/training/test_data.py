@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from oomb_accel.config import OombConfig
+from oomb_accel.training import train
 from oomb_accel.training.data import (
     Corpus,
     Document,
@@ -204,3 +206,18 @@ def test_unknown_ids(wrong: int) -> None:
     check_vocabulary([document(0, 259)], 260)
     with pytest.raises(ValueError, match=f"id {wrong};"):
         check_vocabulary([document(0, wrong)], 260)
+
+
+def test_packed_documents_train_as_they_do_alone(settings: dict[str, Any], tmp_path: Path) -> None:
+    """The first loss of one packed step is that of the same documents in a padded batch, and the run can go on."""
+    path = rows(tmp_path / "a.jsonl", *({"prompt": "ab" * n, "completion": "cd" * n} for n in (3, 9, 4, 12)))
+    base: dict[str, Any] = settings | {"data_path": str(path), "oomb": OombConfig(chunk_tokens=16, page_tokens=4)}
+    alone = train(Recipe(**base | {"output_dir": str(tmp_path / "alone"), "per_device_train_batch_size": 4}))
+    packing = {"packing": True, "max_length": 60, "per_device_train_batch_size": 3, "eval_last_tokens": 4}
+    packed = train(Recipe(**base | packing | {"output_dir": str(tmp_path / "packed"), "save_steps": 1}))
+    assert (packed.trained_tokens, packed.tokens) == (alone.trained_tokens, alone.tokens)
+    assert packed.first_loss == pytest.approx(alone.first_loss, rel=1e-5)
+    changes = {"output_dir": str(tmp_path / "packed"), "resume_from_checkpoint": "latest", "max_steps": 5}
+    assert train(Recipe(**base | packing | changes)).steps == 5
+    with pytest.raises(ValueError, match="another data"):
+        train(Recipe(**base | packing | changes | {"max_length": 50, "max_steps": 7}))
