@@ -1,0 +1,93 @@
+"""The pages of docs/ agree with the code, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from oomb_accel import OombConfig
+from tests.docs.messages import ROOT
+
+LINK = re.compile(r"(?<!!)!?\[[^\]]*\]\(([^)\s]+)\)")
+FREE = {"api.md", "troubleshooting.md", "benchmarks.md", "sparsity.md"}
+"""Pages that may be longer than 200 lines: references, and records of measurements."""
+
+
+def pages() -> list[Path]:
+    """All Markdown files of the repository that git knows or would take."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def text_of(page: Path) -> str:
+    """Without code, in which brackets are no links."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "code", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub names them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def dead_links(page: Path) -> Iterator[str]:
+    for link in LINK.findall(text_of(page)):
+        name, _, anchor = link.partition("#")
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        target = page if not name else (page.parent / name).resolve()
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield link
+
+
+def test_links_lead_somewhere() -> None:
+    dead = {str(page.relative_to(ROOT)): links for page in pages() if (links := list(dead_links(page)))}
+    assert not dead, dead
+
+
+def test_dead_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `b` C\n[x](page.md#a-b-c) [y](#a-b) ![z](no.png) `[q](no.md)`\n```\n[c](no.md)\n```\n[h](http://x.y)\n")
+    assert list(dead_links(page)) == ["#a-b", "no.png"]
+
+
+def test_settings_table_has_every_setting_with_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", (ROOT / "docs" / "settings.md").read_text(), re.MULTILINE)
+    table = {name: ast.literal_eval(default) for name, default in rows}
+    assert table == {field.name: field.default for field in dataclasses.fields(OombConfig)}
+    assert list(table) == [field.name for field in dataclasses.fields(OombConfig)] and len(rows) == len(table)
+
+
+def test_api_reference_is_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "make_api.py"), "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_page_is_short_and_in_the_index(page: Path) -> None:
+    assert page.name in FREE or len(page.read_text(encoding="utf-8").splitlines()) < 200
+    assert page.name in ("index.md", "status.md") or f"({page.name}" in (ROOT / "docs" / "index.md").read_text()
+
+
+def test_licence_is_whole() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert text.strip().startswith("Apache License") and "END OF TERMS AND CONDITIONS" in text
+    for number in range(1, 10):
+        assert f"\n   {number}. " in text
+    assert "APPENDIX: How to apply the Apache License to your work." in text
