@@ -21,7 +21,7 @@ PAGE = Path(__file__).with_name("api.md")
 HEAD = """# API reference
 
 Made from the docstrings by `python docs/make_api.py`; do not edit. Everything here is public: `import oomb_accel`,
-and what follows. How to choose settings: [settings](settings.md). Loops to copy: [examples](../launch/examples/README.md).
+and what follows. How to choose settings: [settings](settings.md). Loops: [examples](../launch/examples/README.md).
 """
 _SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 
