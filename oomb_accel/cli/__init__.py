@@ -119,7 +119,12 @@ def _raised_here(error: Exception) -> bool:
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-    return "usage: oomb COMMAND ...\n\ncommands:\n" + "\n".join(lines) + (
-        "\n\noomb COMMAND --help says more. All commands take --json and --debug (tracebacks of all errors).\n"
-        "exit codes: 0 done, 1 the run or a check failed, 2 wrong settings, files or options, 130 Ctrl-C, 143 SIGTERM"
+    return (
+        "usage: oomb COMMAND ...\n\ncommands:\n"
+        + "\n".join(lines)
+        + (
+            "\n\noomb COMMAND --help says more. All commands take --json and --debug (tracebacks of all errors).\n"
+            "exit codes: 0 done, 1 the run or a check failed, 2 wrong settings, files or options, 130 Ctrl-C, "
+            "143 SIGTERM"
+        )
     )
