@@ -119,11 +119,16 @@ class Offload:
         return self.arena is not None and self.arena.pinned
 
     def host_bytes(self) -> dict[str, int]:
-        """Host memory for pages: what there is, and what of it is in use."""
+        """Host memory for pages: what there is, what of it is in use, and what is pinned."""
         arena = self.arena
         if arena is None:
-            return {"page_memory_used": 0, "page_memory": 0}
-        return {"page_memory_used": arena.num_bytes - arena.free_bytes, "page_memory": arena.num_bytes}
+            return {"page_memory_used": 0, "page_memory": 0, "pinned": 0}
+        there = arena.num_bytes
+        return {
+            "page_memory_used": there - arena.free_bytes,
+            "page_memory": there,
+            "pinned": there if arena.pinned else 0,
+        }
 
     def copied_bytes(self) -> dict[str, int]:
         """Of pages copied so far, ``"up"`` to the device and ``"down"`` to the host."""

@@ -37,6 +37,7 @@ from oomb_accel.training.data import check_vocabulary, load_corpus
 from oomb_accel.training.folder import RunFolder, read_progress
 from oomb_accel.training.model import load_config, load_tokenizer
 from oomb_accel.training.recipe import Recipe
+from oomb_accel.training.trackers import check_trackers
 
 HOST_BYTES = 128 * GIB
 """Assumed for a machine that is not this one."""
@@ -144,6 +145,7 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
     Raises:
         ValueError: whatever of recipe, data and model would be refused before weights are loaded.
     """
+    check_trackers(recipe)
     folder = RunFolder(recipe)
     resolved = resolve(*gather(None, *recipe.oomb_sources()))
     recipe.oomb = resolved.config

@@ -21,9 +21,11 @@ REPORTS = ("report_*.png", "report.html")
 """What `oomb report` makes."""
 PROGRESS = "progress.json"
 """Written last into a checkpoint that a run can go on from."""
+LOGS = "logs"
+"""Folder of trackers that write files."""
 LATEST = "latest"
 RESULTS = ("adapter_*", "model*.safetensors", "model.safetensors.index.json")
-PRODUCTS = (SUMMARY, METRICS, MEMORY, *REPORTS, "checkpoint-*", *RESULTS, RECIPE)
+PRODUCTS = (SUMMARY, METRICS, MEMORY, LOGS, *REPORTS, "checkpoint-*", *RESULTS, RECIPE)
 """What a run leaves and a replacing run removes; other files in the folder are not touched. In this order: first goes
 what says that the run is done, last what says that there is a run."""
 LEFTOVERS = ".saving-*"
