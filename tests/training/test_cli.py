@@ -25,7 +25,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 def test_train_needs_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["train"]) == 2
     assert "recipe first" in capsys.readouterr().err
-    assert main(["train", str(tmp_path / "none.yaml")]) == 1
+    assert main(["train", str(tmp_path / "none.yaml")]) == 2
     error = capsys.readouterr().err
     assert "cannot be read" in error and "Traceback" not in error
 
@@ -78,5 +78,5 @@ def test_other_ways_to_start(script: str, monkeypatch: pytest.MonkeyPatch, capsy
     start: Any = runpy.run_module if script == "oomb_accel" else runpy.run_path
     with pytest.raises(SystemExit) as caught:
         start(script if script == "oomb_accel" else str(ROOT / script), run_name="__main__")
-    assert caught.value.code == 1
+    assert caught.value.code == 2
     assert "cannot be read" in capsys.readouterr().err

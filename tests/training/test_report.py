@@ -84,7 +84,7 @@ def test_the_report_of_a_real_run(
     assert main(["report", str(out)]) == 0
     said = capsys.readouterr().out
     assert "3 steps, 1,083 tokens, done" in said and f"-> {summary['last_loss']:.4f}" in said
-    table = said[said.index("peak memory, GiB") : said.index("drawn ")].strip().splitlines()
+    table = said[said.index("peak memory, GiB") : said.index("written ")].strip().splitlines()
     printed_by_train = [text.removeprefix("  ") for text in trained.splitlines()]
     assert len(table) > 8 and all(text in printed_by_train for text in table)  # the same in both places
     assert any(text.startswith("pages copied to the host") for text in table)
@@ -104,7 +104,7 @@ def test_without_chunks_there_is_no_memory_file(settings: dict[str, Any], write_
     assert not (out / "memory.jsonl").exists()
     (tmp_path / "pictures").mkdir()
     assert main(["report", str(out), "--out", str(tmp_path / "pictures")]) == 0
-    assert [item.name for item in (tmp_path / "pictures").iterdir()] == ["report_training.png"]
+    assert {item.name for item in (tmp_path / "pictures").iterdir()} == {"report_training.png", "report.html"}
 
 
 def test_sums_over_steps_and_starts(run: Path) -> None:
@@ -165,15 +165,15 @@ def test_which_step_is_drawn(run: Path, step: int | None) -> None:
     ids=str,
 )
 def test_what_cannot_be_drawn(run: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(run), *words]) == 1
+    assert main(["report", str(run), *words]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_folders_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path / "none")]) == 1
+    assert main(["report", str(tmp_path / "none")]) == 2
     assert "There is no folder" in capsys.readouterr().err
     (tmp_path / "thesis.txt").write_text("mine")
-    assert main(["report", str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "Found thesis.txt" in error and "Traceback" not in error
 
@@ -187,7 +187,7 @@ def test_without_matplotlib(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         return plain(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", fail)
-    assert main(["report", str(run)]) == 1
+    assert main(["report", str(run)]) == 2
     said = capsys.readouterr()
     assert "peak memory, GiB" in said.out
     assert "pip install 'oomb_accel[report]'" in said.err and len(said.err.splitlines()) == 3
