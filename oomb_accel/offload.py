@@ -80,8 +80,8 @@ class Offload:
                 "The pages of this document need more host memory than they may have.\n"
                 f"  Needed: {gib_above(needed)} GiB beside those on the device; the limit is "
                 f"{gib_text(self._budget)} GiB (host_memory_gib={self.host_memory_gib}).\n"
-                "  Set page_grad_dtype='bfloat16', page_dtype='float8' or, with sparse attention, page_budget; train on "
-                f"shorter documents, or set host_memory_gib={gib_above(needed)} where the machine has it."
+                "  Set page_grad_dtype='bfloat16', page_dtype='float8' or, with sparse attention, page_budget; "
+                f"train on shorter documents, or set host_memory_gib={gib_above(needed)} where the machine has it."
             )
         return needed
 

@@ -166,7 +166,8 @@ def test_a_stopped_run_keeps_its_finished_steps(
     out = Path(settings["output_dir"])
     printed = capsys.readouterr().out
     assert f"stopped after step 2 of 3 ({error.__name__})" in printed
-    assert f"the last save is {out / 'checkpoint-2'}; losses are in" in printed
+    where = f"the last save is {out / 'checkpoint-2'}; go on with: oomb train {out / 'config.yaml'} --resume"
+    assert f"{where}; losses are in" in printed
     assert len(metrics(out)) == 2
     base = AutoModelForCausalLM.from_pretrained(settings["model_name_or_path"])
     PeftModel.from_pretrained(base, out / "checkpoint-2")
