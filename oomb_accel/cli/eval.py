@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 import time
@@ -15,7 +14,7 @@ import torch
 import yaml
 
 from oomb_accel.cli.eval_options import parse
-from oomb_accel.cli.report_file import check_writable
+from oomb_accel.cli.report_file import check_writable, tables_beside, write_json
 from oomb_accel.cli.sparse_options import sparse_settings
 from oomb_accel.config import OombConfig
 from oomb_accel.evaluation.adapter import read_config, rope_of_run
@@ -62,19 +61,18 @@ def main(arguments: Sequence[str]) -> int:
         options.model, options.adapter, tokenizer, config, rope_parameters=rope, dtype=dtype, device=device
     )
     check_texts(subject, texts, *_longest_pass(options, texts, planted))
-    print(head := _describe(options, subject, texts, rope))
-    started = time.perf_counter()
-    figures = _measure(options, subject, texts, planted, contexts)
-    seconds = time.perf_counter() - started
-    print(f"\n{seconds:.1f} s")
-    if options.json is not None:
-        report = _report(options, subject, texts, figures, seconds)
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if options.plot is not None:
-        from oomb_accel.evaluation.plots import draw  # an extra, and slow to import
+    with tables_beside(options.json):
+        print(head := _describe(options, subject, texts, rope))
+        started = time.perf_counter()
+        figures = _measure(options, subject, texts, planted, contexts)
+        seconds = time.perf_counter() - started
+        print(f"\n{seconds:.1f} s")
+        if options.plot is not None:
+            from oomb_accel.evaluation.plots import draw  # an extra, and slow to import
 
-        for path in draw(options.plot, **_parts(figures), subtitle=head.splitlines()[0]):
-            print(f"drawn {path}")
+            for path in draw(options.plot, **_parts(figures), subtitle=head.splitlines()[0]):
+                print(f"drawn {path}")
+    write_json(_report(options, subject, texts, figures, seconds), options.json)
     return 0
 
 
@@ -137,8 +135,7 @@ def _config(options: argparse.Namespace, device: torch.device) -> OombConfig:
 
 def _check_places(options: argparse.Namespace) -> None:
     """Refuse what could not be written or read, before the work."""
-    if options.json is not None:
-        check_writable(options.json)
+    check_writable(options.json)
     if options.plot is not None:
         if not options.plot.is_dir():
             raise ValueError(f"There is no folder for the plots.\n  Got {options.plot}.\n  Make it, or use --plot .")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from oomb_accel.cli.report_file import add_json_option
 from oomb_accel.cli.sparse_options import add_sparse_options, joined
 from oomb_accel.config import unknown_key_message
 from oomb_accel.evaluation.windows import WHOLE
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         help="some of context (loss on the same last tokens with more and more before them), facts (planted at known "
         "depths, asked at the end), position (loss by position), separated by commas; all if left out",
     )
-    add("--json", type=Path, metavar="FILE", help="also write everything to this file")
+    add_json_option(parser)
     add("--plot", type=Path, metavar="FOLDER", help="also draw eval_*.png into this folder")
     add("--tokens", help="length of the documents, of which the beginning is used; the whole ones if left out")
     add("--max_documents", help="use the first so many documents; all if left out")

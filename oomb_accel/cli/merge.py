@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from oomb_accel.cli.report_file import check_writable
+from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.evaluation.adapter import put_on, read_config, rope_of_run
 from oomb_accel.evaluation.merging import (
     Verdict,
@@ -39,8 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("There is no CUDA device here.\n  Got --device cuda.\n  Use --device cpu.")
-    if options.json is not None:
-        check_writable(options.json)
+    check_writable(options.json)
     name = options.model or _named(options.adapter)
     check_output(options.output_dir)
     recipe = _recipe(name, rope_of_run(options.adapter))
@@ -61,12 +59,10 @@ def main(arguments: Sequence[str]) -> int:
     _say("loading it again to compare")
     again = load_model(_recipe(str(options.output_dir), None)).to(device)
     verdict = compare(probe_logits(again, ids), with_adapter, without, (loaded, dtype))
-    print(_text(verdict, options.output_dir))
-    if options.json is not None:
-        report = {"adapter": str(options.adapter), "model": name, "output_dir": str(options.output_dir)}
-        options.json.write_text(
-            json.dumps(report | {"dtype": _spell(dtype), **verdict.as_dict()}, indent=2) + "\n", encoding="utf-8"
-        )
+    with tables_beside(options.json):
+        print(_text(verdict, options.output_dir))
+    report = {"adapter": str(options.adapter), "model": name, "output_dir": str(options.output_dir)}
+    write_json(report | {"dtype": _spell(dtype), **verdict.as_dict()}, options.json)
     return 0 if verdict.passed else 1
 
 
@@ -118,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of the result; auto is that of the model",
     )
     parser.add_argument("--device", default="cpu", help="where sums are made; cpu if left out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the comparison to this file")
+    add_json_option(parser)
     return parser
 
 

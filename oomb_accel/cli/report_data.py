@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from oomb_accel.memory_report import FILE as MEMORY
 from oomb_accel.memory_report import Line, Peak, peaks_of
 
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,23 @@ class RunData:
         steps = self.copied_by_step().values()
         return {way: sum(sums[way] for sums in steps) for way in ("up", "down")}
 
+    def waited(self) -> float:
+        """Seconds that the device stood still for copies, in all steps."""
+        total = before = 0.0
+        for line in self.memory:
+            now = float(line.get("waited", 0.0))
+            total += now - before if now >= before else now  # a run that went on counts anew
+            before = now
+        return total
+
+    def settings(self) -> dict[str, Any]:
+        """Those of the run, the recurrence's as ``oomb.NAME``; nothing where it was not `oomb train`."""
+        path = self.folder / CONFIG
+        loaded = yaml.safe_load(path.read_text("utf-8")) if path.is_file() else None
+        values = loaded if isinstance(loaded, dict) else {}
+        block = values.pop("oomb", None) or {}
+        return values | {f"oomb.{name}": value for name, value in block.items()}
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
@@ -59,6 +79,7 @@ class RunData:
             "steps": self.metrics,
             "memory_peaks": {name: asdict(peak) for name, peak in self.peaks.items()},
             "copied": self.copied(),
+            "waited_seconds": self.waited(),
             "copied_by_step": self.copied_by_step(),
             "summary": self.summary,
         }
@@ -84,6 +105,12 @@ def read_run(folder: Path) -> RunData:
         )
     summary = folder / SUMMARY
     return RunData(folder, metrics, memory, json.loads(summary.read_text("utf-8")) if summary.is_file() else {})
+
+
+def names_of(runs: Sequence[RunData]) -> list[str]:
+    """A short name for each run: the last part of its folder, or all of it where others have the same."""
+    short = [run.folder.absolute().name for run in runs]
+    return [name if short.count(name) == 1 else str(run.folder) for name, run in zip(short, runs, strict=True)]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -10,12 +10,15 @@ from contextlib import contextmanager
 import torch
 
 import oomb_accel
+from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.progress import GIB, host_bytes
 from oomb_accel.rng import RngState
 from oomb_accel.sampler import Step, slots_of, tokens_of
 from oomb_accel.training.checkpoint import save_checkpoint, save_result
 from oomb_accel.training.data import last_tokens_batch
 from oomb_accel.training.folder import MEMORY, METRICS
+from oomb_accel.training.folder import RECIPE as CONFIG
+from oomb_accel.training.interrupt import StopSignals
 from oomb_accel.training.learning_rate import learning_rate_factor
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.report import already_done, closing, header, measure_memory, step_line
@@ -43,20 +46,27 @@ def train(recipe: Recipe) -> Summary:
         run.say(already_done(run))
         return run.summary
     run.say(header(run))
+    if run.trackers is not None:
+        run.trackers.open_services()
     summary = run.summary
     summary.output_dir = str(run.folder.path)
-    with _says_what_is_left(run):
+    with StopSignals(lambda: run.updating or run.row is not None) as stop, _says_what_is_left(run):
+        if recipe.oomb.enabled:
+            attachment_of(run.bare_model).listen(stop.check)
         if run.folder.resume is None:
             summary.last_tokens_loss_before = _last_tokens_loss(run, "before")
             run.started = time.perf_counter()
         for step, (epoch, plan) in _steps(run):
             _one_step(run, step, epoch, plan)
+            stop.check()
             if recipe.save_steps and step % recipe.save_steps == 0 and step < run.num_steps:
                 run.say(f"saved {save_checkpoint(run, step)}")
         summary.seconds = time.perf_counter() - run.started
         summary.tokens_per_second = summary.tokens / summary.seconds
         save_result(run)
         summary.last_tokens_loss_after = _last_tokens_loss(run, "after")
+    if run.trackers is not None:
+        run.trackers.close()
     if run.accelerator.is_main_process:
         run.folder.save_summary(summary.to_dict() | {"identity": run.identity.to_dict()})
     # Accelerate's autocast wrapper lies around our forward and has to go first.
@@ -106,6 +116,8 @@ def _one_step(run: Run, step: int, epoch: int, plan: Step) -> None:
         "peak_gpu_gib": summary.peak_gpu_gib,
         "host_gib": host_bytes() / GIB,
     }
+    if run.metrics is not None:  # tokens are those of all devices, the others of this one
+        row = run.metrics.take(seconds) | row
     # From here on the step is done, with all that belongs to it; a stop before leaves nothing of it.
     summary.tokens += tokens
     summary.trained_tokens += targets
@@ -120,6 +132,8 @@ def _one_step(run: Run, step: int, epoch: int, plan: Step) -> None:
         if run.memory is not None:
             run.memory.write_to(run.folder.path / MEMORY)
     run.row = None
+    if run.trackers is not None:
+        run.trackers.log(row, step)
     if step % recipe.logging_steps == 0 or step == run.num_steps:
         run.say(step_line(row, run.num_steps))
 
@@ -149,10 +163,18 @@ def _says_what_is_left(run: Run) -> Iterator[None]:
         _write_missing_row(run)
         _save_what_is_done(run)
         saved = run.folder.last_saved or run.folder.resume
-        where = f"the last save is {saved}" if saved else _nothing_saved(run.summary.steps)
+        where = f"the last save is {saved}{_how_to_go_on(run)}" if saved else _nothing_saved(run.summary.steps)
         logged = f"; losses are in {run.folder.path / METRICS}" if (run.folder.path / METRICS).is_file() else ""
         run.say(where + logged)
         raise
+
+
+def _how_to_go_on(run: Run) -> str:
+    """The command, where a checkpoint is in the folder of the run."""
+    if run.folder.latest() is None:
+        return ""
+    start = "oomb train" if run.accelerator.num_processes == 1 else "accelerate launch ... -m oomb_accel train"
+    return f"; go on with: {start} {run.folder.path / CONFIG} --resume"
 
 
 def _nothing_saved(steps: int) -> str:
