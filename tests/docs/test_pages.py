@@ -5,14 +5,19 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import inspect
 import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from accelerate.parallelism_config import ParallelismConfig
+from transformers import Trainer, TrainingArguments
 
 from oomb_accel import OombConfig
+from oomb_accel.cli import COMMANDS
+from oomb_accel.training.recipe import Recipe
 from tests.docs.messages import ROOT
 
 LINK = re.compile(r"(?<!!)!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -88,6 +93,45 @@ def test_api_reference_is_up_to_date() -> None:
 def test_page_is_short_and_in_the_index(page: Path) -> None:
     assert page.name in FREE or len(page.read_text(encoding="utf-8").splitlines()) < 200
     assert page.name in ("index.md", "status.md") or f"({page.name}" in (ROOT / "docs" / "index.md").read_text()
+
+
+def blocks(page: Path) -> list[str]:
+    """Lines of the shell blocks of a page; what was continued on another line is joined."""
+    found = re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [line.strip() for block in found for line in block.replace("\\\n", " ").splitlines()]
+
+
+def test_commands_in_pages_exist() -> None:
+    commands = [line.split()[1:] for page in pages() for line in blocks(page) if line.startswith("oomb ")]
+    assert len(commands) > 20
+    unknown = [words for words in commands if words[0] not in COMMANDS]
+    missing = [
+        word for words in commands for word in words if word.startswith("configs/") and not (ROOT / word).exists()
+    ]
+    assert not unknown and not missing, (unknown, missing)
+
+
+def column(section: str, number: int) -> set[str]:
+    """Names in one column of the table of a section of migration.md: code without spaces, up to its value."""
+    text = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
+    cells = [line.split("|")[number] for line in text.splitlines() if line.startswith("|")]
+    code = [word for cell in cells for word in re.findall(r"`([^`]+)`", cell)]
+    return {word.split("=")[0].split(":")[0] for word in code if re.fullmatch(r"\w+([=:].*)?", word)}
+
+
+def test_names_of_recipes_in_migration_exist() -> None:
+    values = {"constant", "linear", "cosine", "error", "drop", "start", "end", "split"}
+    names = column("axolotl", 2)
+    assert len(names) > 15
+    assert names <= {field.name for field in dataclasses.fields(Recipe)} | values
+
+
+def test_names_of_trainers_in_migration_exist() -> None:
+    known = {field.name for kind in (TrainingArguments, ParallelismConfig) for field in dataclasses.fields(kind)}
+    known |= set(inspect.signature(Trainer.__init__).parameters)
+    assert column("transformers' Trainer", 1) <= known
+    trl = pytest.importorskip("trl")
+    assert column("TRL's SFTTrainer", 1) <= {field.name for field in dataclasses.fields(trl.SFTConfig)}
 
 
 def test_licence_is_whole() -> None:
