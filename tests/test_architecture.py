@@ -18,6 +18,7 @@ LAYERS = (
     {"plan", "memory_report"},
     {"host"},
     {"pages"},
+    {"selection_tally"},
     {"selection"},
     {"past"},
     {"foresight"},
