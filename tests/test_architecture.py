@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     {"config", "schedule", "progress", "sampler", "setting_text", "sources"},
     {"plan", "memory_report"},
-    {"data", "model_flops"},
+    {"data"},
     {"host"},
     {"pages", "selection_tally"},
     {"selection"},
@@ -37,7 +37,7 @@ LAYERS = (
     {"__main__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-NO_TORCH = {"config", "model_flops", "plan", "schedule", "setting_text", "sources", "host.limits"}
+NO_TORCH = {"config", "plan", "schedule", "setting_text", "sources", "host.limits"}
 """Layers, and modules in them, that only know numbers."""
 MAX_LINES = 400
 MAX_RECURRENCE_LINES = 300
