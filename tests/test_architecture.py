@@ -18,7 +18,7 @@ LAYERS = (
     {"plan", "memory_report"},
     {"data"},
     {"host"},
-    {"pages"},
+    {"pages", "selection_tally"},
     {"selection"},
     {"past"},
     {"foresight"},

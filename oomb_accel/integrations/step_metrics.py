@@ -14,8 +14,8 @@ from torch import nn
 from oomb_accel.integrations.attachment import Attachment, attachment_of
 from oomb_accel.integrations.support import compute_dtype
 from oomb_accel.memory_report import MemoryReport
-from oomb_accel.model_flops import ModelFlops, SparseReach
 from oomb_accel.plan import gpu_of_device, read_shape
+from oomb_accel.plan.flops import ModelFlops, SparseReach
 from oomb_accel.progress import GIB
 from oomb_accel.selection_tally import SelectionTally
 

@@ -93,7 +93,7 @@ def test_rope_of_the_run_goes_into_the_config(tmp_path: Path, model_folder: Path
     run = tmp_path / "run"
     shutil.copytree(adapter_folder, run)
     rope = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 256}"
-    (run / "resolved_recipe.yaml").write_text(f"rope_parameters: {rope}\n")
+    (run / "config.yaml").write_text(f"rope_parameters: {rope}\n")
     assert merge(run, tmp_path / "out") == 0
     parameters = json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
     assert parameters["rope_type"] == "yarn" and parameters["factor"] == 4.0
@@ -145,7 +145,7 @@ def test_errors(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def refused(*words: str, adapter: Path = adapter_folder, output: Path = tmp_path / "out", more: Any = ()) -> None:
-        assert merge(adapter, output, *more) == 1
+        assert merge(adapter, output, *more) == 2
         captured = capsys.readouterr()
         message = captured.err.split("oomb merge: ")[-1]
         assert all(word in message for word in words), captured.err

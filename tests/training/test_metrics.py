@@ -22,8 +22,8 @@ from oomb_accel.integrations import step_metrics
 from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.integrations.selections import SelectionRecord
 from oomb_accel.integrations.step_metrics import StepMetrics, flops_of_attachment
-from oomb_accel.model_flops import SparseReach
 from oomb_accel.plan import GPUS, gpu_of_device
+from oomb_accel.plan.flops import SparseReach
 from oomb_accel.training import trackers
 from tests.harness.batches import documents_of, packed
 from tests.harness.models import tiny_model, with_lora
@@ -178,7 +178,7 @@ class Recorder:
 
     def __init__(self, run_name: str, **named: Any) -> None:
         self.name = "wandb"
-        self.rows: list[Any] = []
+        self.rows: list[tuple[int, dict[str, Any]]] = []
         self.settings: dict[str, Any] = {}
         self.finished = False
         Recorder.made.append(self)
