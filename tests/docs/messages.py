@@ -11,7 +11,10 @@ PACKAGES = ("oomb_accel", "kernels")
 GAP = "..."
 """Stands for what is filled in when the message is made."""
 
-_NOT_FOR_USERS = ("AttributeError", "ConstructorError", "ImportError", "KeyError", "NotImplementedError", "TypeError")
+_NOT_FOR_USERS = (
+    *("AttributeError", "ConstructorError", "ImportError", "KeyError", "NotImplementedError", "OSError", "TypeError"),
+    "ArgumentTypeError",  # argparse's, whose text is the second line of another message
+)
 
 
 def first_lines(root: Path = ROOT) -> dict[str, str]:

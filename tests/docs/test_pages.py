@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import inspect
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,15 +25,10 @@ FREE = {"api.md", "troubleshooting.md", "benchmarks.md", "sparsity.md"}
 
 
 def pages() -> list[Path]:
-    """All Markdown files of the repository that git knows or would take."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+    """All Markdown files of the repository: at its top and in its own folders, not in what runs and builds leave."""
+    folders = ("benchmarks", "configs", "docs", "kernels", "launch", "oomb_accel", "tests")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*.md")]
+    return sorted([*ROOT.glob("*.md"), *found])
 
 
 def text_of(page: Path) -> str:
