@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ COMMANDS = {
 """Name of each command, which is also the module in this package, and what it does."""
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: done; the run or a check failed; something that the user gave is wrong; Ctrl-C (143: SIGTERM)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: those behind the program's name; ``sys.argv`` when None.
 
-    Returns: the exit code: 0 done, 1 failed, 2 wrongly called, 130 interrupted.
+    Returns: the exit code: 0 done, 1 failed, 2 wrongly called or with wrong settings or data, 130 interrupted.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug, words = _take_debug(list(sys.argv[1:] if arguments is None else arguments))
     if not words or words[0] in ("-h", "--help"):
         print(_usage())
         return OK if words else MISUSED
@@ -43,30 +45,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def command() -> int:  # the import as well: it takes seconds, in which somebody may press Ctrl-C
         return int(importlib.import_module(f"oomb_accel.cli.{words[0]}").main(words[1:]))
 
-    return run_guarded(command, f"oomb {words[0]}")
+    return run_guarded(command, f"oomb {words[0]}", debug=debug)
 
 
-def run_guarded(command: Callable[[], int], name: str) -> int:
+def run_guarded(command: Callable[[], int], name: str, *, debug: bool = False) -> int:
     """Run ``command`` and turn its errors into messages and exit codes.
 
     An error that this package raised on purpose is for the user: its message is printed alone. Anything else
     is a defect, here or elsewhere, and keeps its traceback.
+
+    Args:
+        debug: show the traceback of every error.
     """
     try:
         return command()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print(f"{name}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return int(getattr(stop, "exit_code", INTERRUPTED))
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
     except Exception as error:
-        if _is_of_ours(error):
-            print(f"{name}: {error}", file=sys.stderr)
-        elif _is_out_of_memory(error):
-            print(f"{name}: {_OUT_OF_MEMORY.format(error=error)}", file=sys.stderr)
-        elif isinstance(error, (ValueError, RuntimeError)) and _raised_here(error):
-            print(f"{name}: {error}", file=sys.stderr)
-        else:
+        message = _message(error)
+        if debug or message is None:
             traceback.print_exc()
-        return FAILED
+        if message is not None:
+            print(f"{name}: {message}", file=sys.stderr)
+        return MISUSED if message is not None and isinstance(error, ValueError) else FAILED
+
+
+def _message(error: Exception) -> str | None:
+    """What the user needs to know; None for a defect."""
+    if _is_of_ours(error):
+        return str(error)
+    if _is_out_of_memory(error):
+        return _OUT_OF_MEMORY.format(error=error)
+    if isinstance(error, (ValueError, RuntimeError)) and _raised_here(error):
+        return str(error)
+    return None
+
+
+def _take_debug(words: list[str]) -> tuple[bool, list[str]]:
+    """Whether tracebacks are wanted, and the other words. What stands behind the script of ``oomb run`` is the
+    script's own."""
+    end = 2 if words[:1] == ["run"] else len(words)
+    rest = [word for index, word in enumerate(words) if word != "--debug" or index >= end]
+    return len(rest) < len(words), rest
 
 
 _OUT_OF_MEMORY = """The GPU ran out of memory.
@@ -96,4 +120,12 @@ def _raised_here(error: Exception) -> bool:
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-    return "usage: oomb COMMAND ...\n\ncommands:\n" + "\n".join(lines) + "\n\noomb COMMAND --help says more."
+    return (
+        "usage: oomb COMMAND ...\n\ncommands:\n"
+        + "\n".join(lines)
+        + (
+            "\n\noomb COMMAND --help says more. All commands take --json and --debug (tracebacks of all errors).\n"
+            "exit codes: 0 done, 1 the run or a check failed, 2 wrong settings, files or options, 130 Ctrl-C, "
+            "143 SIGTERM"
+        )
+    )

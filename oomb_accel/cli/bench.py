@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from oomb_accel.bench.figures import FLOOR_FLOPS_PER_SECOND, AttentionRow, atten
 from oomb_accel.bench.timing import device_times
 from oomb_accel.bench.tune import tune, tuning_table
 from oomb_accel.cli import env
-from oomb_accel.cli.report_file import check_writable
+from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.config import unknown_key_message
 from oomb_accel.plan.sizes import parts_of
 
@@ -50,7 +48,6 @@ def main(arguments: Sequence[str]) -> int:
             f"  torch {torch.__version__} (CUDA {torch.version.cuda}) sees {torch.cuda.device_count()} CUDA devices.\n"
             "  Run it on a machine with one; oomb env says what torch sees there."
         )
-    device = torch.device("cuda", torch.cuda.current_device())
     preset = _QUICK if options.quick else _FULL
     chosen = {
         name: value if getattr(options, name) is None else getattr(options, name) for name, value in preset.items()
@@ -70,29 +67,33 @@ def main(arguments: Sequence[str]) -> int:
         float8=options.page_dtype == "float8",
         seed=options.seed,
     )
-    if options.json is not None:
-        check_writable(options.json)
+    check_writable(options.json)
+    with tables_beside(options.json):
+        report = _measured(options, sizes, chosen["repeats"])
+    write_json(report, options.json)
+    return 0
+
+
+def _measured(options: argparse.Namespace, sizes: AttentionSizes, repeats: int) -> dict[str, Any]:
+    """Measure and print; returns the report for JSON."""
+    device = torch.device("cuda", torch.cuda.current_device())
     found = env.collect()
-    print(_describe(sizes, found, chosen["repeats"], device), flush=True)
-    measure = device_times(device, chosen["repeats"])
-    report: dict[str, Any] = {"environment": found, "sizes": _plain(sizes), "repeats": chosen["repeats"]}
+    print(_describe(sizes, found, repeats, device), flush=True)
+    measure = device_times(device, repeats)
+    report: dict[str, Any] = {"environment": found, "sizes": _plain(sizes), "repeats": repeats}
     if options.tune:
         results = tune(sizes, measure, device, on_kernel=lambda name: print(f"trying {name}", file=sys.stderr))
         print(tuning_table(results))
         report["tuning"] = [result.as_dict() for result in results]
-    else:
-        rows: list[AttentionRow] = []
-        flex = not (options.quick or sizes.float8) if options.flex is None else options.flex
-        for row in bench_attention(sizes, measure, device, flex=flex):
-            rows.append(row)
-            print(
-                f"{len(rows)} of {sizes.num_rows}: {row.lists}, top-k {row.top_k}, past {row.past:,}", file=sys.stderr
-            )
-        print(attention_table(rows))
-        report["rows"] = [row.as_dict() for row in rows]
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0
+        return report
+    rows: list[AttentionRow] = []
+    flex = not (options.quick or sizes.float8) if options.flex is None else options.flex
+    for row in bench_attention(sizes, measure, device, flex=flex):
+        rows.append(row)
+        print(f"{len(rows)} of {sizes.num_rows}: {row.lists}, top-k {row.top_k}, past {row.past:,}", file=sys.stderr)
+    print(attention_table(rows))
+    report["rows"] = [row.as_dict() for row in rows]
+    return report
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "--flex", action=argparse.BooleanOptionalAction, help="measure FlexAttention too, which takes a compilation"
     )
     parser.add_argument("--tune", action="store_true", help="try launch configurations instead and print the best")
-    parser.add_argument("--json", type=Path, help="also write everything to this file")
+    add_json_option(parser)
     return parser
 
 

@@ -11,12 +11,12 @@ _WIDTH = 34
 
 
 def estimate_report(
-    found: Estimate, longest: int, changes: Sequence[Suggestion], price: float | None, reasons: Sequence[str] = ()
+    found: Estimate, longest: int | None, changes: Sequence[Suggestion], price: float | None, reasons: Sequence[str] = ()
 ) -> str:
     """Memory, traffic, time, cost, and what to change.
 
     Args:
-        longest: tokens of the longest document that fits.
+        longest: tokens of the longest document that fits; None where it was not looked for.
         changes: single changes that make the job fit.
         price: of one GPU for an hour.
         reasons: for settings that were chosen.
@@ -72,7 +72,7 @@ def _row(name: str, value: float) -> str:
     return f"  {name:<{_WIDTH}}{value:>11,.{digits}f}"
 
 
-def _verdict(found: Estimate, longest: int, changes: Sequence[Suggestion]) -> list[str]:
+def _verdict(found: Estimate, longest: int | None, changes: Sequence[Suggestion]) -> list[str]:
     lines = ["It fits." if found.fits else f"It does not fit. {found.refusal}"]
     if changes:
         lines += ["", "Any line of these makes it fit:"]
@@ -83,6 +83,8 @@ def _verdict(found: Estimate, longest: int, changes: Sequence[Suggestion]) -> li
         ]
     elif not found.fits:
         lines.append("No change of these settings makes it fit.")
+    if longest is None:
+        return lines
     what = f"The longest document that fits with these settings: {longest:,} tokens."
     return [*lines, what if longest else "With these settings no document fits, however short."]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
@@ -20,12 +21,13 @@ from oomb_accel.sources import (
     variable_of,
 )
 
-USAGE = """usage: oomb run [--oomb_config PRESET.yaml] [--oomb.NAME VALUE ...] SCRIPT.py [ARGUMENTS ...]
+USAGE = """usage: oomb run [--oomb_config PRESET.yaml] [--oomb.NAME VALUE ...] [--json] SCRIPT.py [ARGUMENTS ...]
 
 Runs a training script unchanged, with chunk recurrence switched on for the model that it trains with Trainer,
 SFTTrainer, Accelerate or DeepSpeed. Settings come from these options, from OOMB_ variables, from the preset, and
 from the "oomb" block of the DeepSpeed config; without any the defaults hold. On several GPUs:
   accelerate launch --config_file configs/accelerate/zero2.yaml -m oomb_accel run SCRIPT.py ...
+With --json the last line of standard output says what came of it: {"exit_code": 0, "steps_in_chunks": 12}.
 """
 
 
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     if "-h" in arguments[:1] or "--help" in arguments[:1]:
         print(USAGE)
         return 0
-    options, words = _split(list(arguments))
+    options, as_json, words = _split(list(arguments))
     if not words:
         print(f"{USAGE}\noomb run: give the path of a script.", file=sys.stderr)
         return 2
@@ -64,15 +66,21 @@ def main(arguments: Sequence[str]) -> int:
             "  Use one of these, with labels in the batch.",
             file=sys.stderr,
         )
-        return 1
+        code = 1
+    if as_json:
+        print(json.dumps({"exit_code": code, "steps_in_chunks": steps()}), flush=True)
     return code
 
 
-def _split(arguments: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Our options as pairs of name and text, and the rest from the script on."""
+def _split(arguments: list[str]) -> tuple[list[tuple[str, str]], bool, list[str]]:
+    """Our options as pairs of name and text, whether the end is wanted as JSON, and the rest from the script on."""
     options: list[tuple[str, str]] = []
+    as_json = False
     while arguments and arguments[0].startswith("-"):
         flag, equals, text = arguments.pop(0).partition("=")
+        if flag == "--json":
+            as_json = True
+            continue
         name = flag.lstrip("-").replace("-", "_")
         known = ["oomb_config", *(f"oomb.{setting}" for setting in setting_names())]
         if name not in known:
@@ -84,7 +92,7 @@ def _split(arguments: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
                 )
             text = arguments.pop(0)
         options.append((name, text))
-    return options, arguments
+    return options, as_json, arguments
 
 
 def _into_environment(options: list[tuple[str, str]], environ: MutableMapping[str, str]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oomb_accel.cli import verify_sparse
-from oomb_accel.cli.report_file import check_writable
+from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.cli.verify_inputs import documents_of, load, trained
 from oomb_accel.cli.verify_tables import parity_rows, parity_table
 from oomb_accel.config import SPARSE_SETTINGS, OombConfig
@@ -42,8 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         if getattr(options, name) is None:
             setattr(options, name, value)
     config = _config(options)  # contradictions come out before anything is loaded
-    if options.json is not None:
-        check_writable(options.json)
+    check_writable(options.json)
     if options.tokens < 8:
         raise ValueError(f"Too few tokens to cut into chunks.\n  Got --tokens {options.tokens}.\n  Use --tokens 600.")
     torch.manual_seed(options.seed)
@@ -52,12 +49,12 @@ def main(arguments: Sequence[str]) -> int:
     if reasons:
         raise ValueError("This model is not supported:\n  - " + "\n  - ".join(reasons))
     documents = documents_of(options, model, device)
-    if is_sparse:
-        passed, report = verify_sparse.run(options, config, model, documents, device)
-    else:
-        passed, report = _run_dense(options, config, model, documents, device)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    with tables_beside(options.json):
+        if is_sparse:
+            passed, report = verify_sparse.run(options, config, model, documents, device)
+        else:
+            passed, report = _run_dense(options, config, model, documents, device)
+    write_json(report, options.json)
     return 0 if passed else 1
 
 
@@ -133,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="default: the GPU when there is one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--all", action="store_true", help="print every gradient, not only the worst ten")
-    parser.add_argument("--json", type=Path, help="also write the report to this file")
+    add_json_option(parser)
     parser.add_argument("--attention", default="dense", choices=["dense", "sparse"])
     sparse = parser.add_argument_group(
         "settings of sparse attention",

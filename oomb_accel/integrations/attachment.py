@@ -128,6 +128,17 @@ class Attachment:
             meter=self.meter,
         )
 
+    def listen(self, listener: Callable[[ChunkEvent], None]) -> None:
+        """Tell one more listener about every chunk, before those that are there."""
+        others = self.on_chunk
+
+        def on_chunk(event: ChunkEvent) -> None:
+            listener(event)
+            if others is not None:
+                others(event)
+
+        self.on_chunk = on_chunk
+
     def fingerprint(self) -> dict[str, object]:
         """What must not change between the sweeps, by the name that an error gives it."""
         return {

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from oomb_accel.integrations.attachment import Attachment, attachment_of
 from oomb_accel.integrations.support import whole_numel
 from oomb_accel.memory_report import MemoryReport, MemorySources, What
-from oomb_accel.progress import ChunkEvent
 
 
 def watch_memory(model: nn.Module, *, optimizer: Any = None, path: str | Path | None = None) -> MemoryReport:
@@ -36,14 +35,7 @@ def watch_memory(model: nn.Module, *, optimizer: Any = None, path: str | Path | 
     report = MemoryReport(MemorySources(memory.standing, state.offload.host_bytes, state.offload.copied_bytes))
     if path is not None:
         report.write_to(Path(path))
-    others = state.on_chunk
-
-    def on_chunk(event: ChunkEvent) -> None:
-        report(event)
-        if others is not None:
-            others(event)
-
-    state.on_chunk = on_chunk
+    state.listen(report)
     return report
 
 

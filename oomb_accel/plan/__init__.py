@@ -2,7 +2,7 @@
 
 from oomb_accel.plan.choose import Choice, choose
 from oomb_accel.plan.fit import Estimate, Suggestion, estimate, largest_tokens, suggestions
-from oomb_accel.plan.gpus import GPUS, Gpu, gpu_named
+from oomb_accel.plan.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 from oomb_accel.plan.job import Found, Job
 from oomb_accel.plan.memory import Memory, estimate_memory
 from oomb_accel.plan.pages import PageDemand, PageLayout, page_demand
@@ -30,6 +30,7 @@ __all__ = [
     "estimate_memory",
     "estimate_time",
     "gpu_named",
+    "gpu_of_device",
     "largest_tokens",
     "least_host_bytes",
     "page_demand",

@@ -58,6 +58,24 @@ def gpu_named(name: str) -> Gpu:
     raise ValueError(f"{message}\n  For another one pass --gpu_gib 48 --tflops 300, from its data sheet.")
 
 
+_SAME_CHIP = {
+    "h200": ("h200",),
+    "h100": ("h100 80gb hbm3", "h100 sxm5 80gb"),
+    "a100": ("a100-sxm4-80gb", "a100-sxm4-40gb", "a100 80gb pcie", "a100-pcie-40gb"),
+    "b200": ("b200",),
+    "l40s": ("l40s",),
+    "rtx4090": ("geforce rtx 4090",),
+    "rtx3090": ("geforce rtx 3090",),
+}
+"""Names that drivers give to GPUs with these peak rates. Not those of variants with others (H100 PCIe, H200 NVL)."""
+
+
+def gpu_of_device(device_name: str) -> Gpu | None:
+    """The GPU of which the driver speaks, as in ``torch.cuda.get_device_name()``; None where it is not in the table."""
+    name = device_name.lower().removeprefix("nvidia ").strip()
+    return next((GPUS[key] for key, names in _SAME_CHIP.items() if name in names), None)
+
+
 def other_gpu(gib: float, tflops: float | None, base: Gpu) -> Gpu:
     """A GPU that is not in the table; what is not given is as in ``base``."""
     flops = base.flops_per_second if tflops is None else tflops * 1e12

@@ -30,6 +30,9 @@ TRAINED = "trained.safetensors"
 """Trained weights without DeepSpeed, which writes its own files. Frozen weights are not saved: they are loaded anew."""
 FREE_SETTINGS = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit"} | {
     "logging_steps",
+    "report_to",
+    "run_name",
+    "logging_dir",
     "eval_last_tokens",
     "data_path",
     "data_cache",

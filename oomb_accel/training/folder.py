@@ -11,20 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from oomb_accel.memory_report import FILE as MEMORY
 from oomb_accel.memory_report import keep_lines
 from oomb_accel.training.recipe import Recipe
+from oomb_accel.training.resolved import resolved_yaml
 
-METRICS, RECIPE, SUMMARY = "metrics.jsonl", "resolved_recipe.yaml", "summary.json"
-REPORTS = "report_*.png"
-"""What `oomb report` draws."""
+METRICS, RECIPE, SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
+REPORTS = ("report_*.png", "report.html")
+"""What `oomb report` makes."""
 PROGRESS = "progress.json"
 """Written last into a checkpoint that a run can go on from."""
 LATEST = "latest"
 RESULTS = ("adapter_*", "model*.safetensors", "model.safetensors.index.json")
-PRODUCTS = (SUMMARY, METRICS, MEMORY, REPORTS, "checkpoint-*", *RESULTS, RECIPE)
+PRODUCTS = (SUMMARY, METRICS, MEMORY, *REPORTS, "checkpoint-*", *RESULTS, RECIPE)
 """What a run leaves and a replacing run removes; other files in the folder are not touched. In this order: first goes
 what says that the run is done, last what says that there is a run."""
 LEFTOVERS = ".saving-*"
@@ -46,6 +45,8 @@ class RunFolder:
     def __init__(self, recipe: Recipe) -> None:
         self.path = Path(recipe.output_dir)
         self.last_saved: Path | None = None
+        self.origins: dict[str, str] = {}
+        """Place of each setting of the recurrence that somebody wrote down, for the resolved recipe."""
         self._recipe = recipe
         self._started = False
         if self.path.exists() and not self.path.is_dir():
@@ -86,7 +87,7 @@ class RunFolder:
         for item in [*self._later_checkpoints(), *(item for pattern in patterns for item in self.path.glob(pattern))]:
             self._remove(item)
         self.path.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(self._recipe.to_dict(), sort_keys=False)
+        text = resolved_yaml(self._recipe, self.origins)
         self._replace(RECIPE, lambda path: path.write_text(text, encoding="utf-8"))
         self._started = True
 
@@ -188,9 +189,9 @@ class RunFolder:
         wanted = self._recipe.resume_from_checkpoint
         if wanted is None:
             return None
-        complete = [path for path in self._checkpoints() if (path / PROGRESS).is_file()]
         if wanted == LATEST:
-            return complete[-1] if complete else None
+            return self.latest()
+        complete = self._complete()
         if not (Path(wanted) / PROGRESS).is_file():
             state = "is there, but holds no state of training" if Path(wanted).is_dir() else "is not a folder"
             there = ", ".join(str(path) for path in complete) or "none"
@@ -199,6 +200,14 @@ class RunFolder:
                 "  Set resume_from_checkpoint: latest, or to a checkpoint-N folder with progress.json."
             )
         return Path(wanted)
+
+    def latest(self) -> Path | None:
+        """The latest checkpoint in the folder that a run can go on from."""
+        complete = self._complete()
+        return complete[-1] if complete else None
+
+    def _complete(self) -> list[Path]:
+        return [path for path in self._checkpoints() if (path / PROGRESS).is_file()]
 
     def _check_replaceable(self) -> None:
         if not (self.path / RECIPE).is_file():
@@ -217,7 +226,7 @@ class RunFolder:
     def _say_another_run(self) -> NoReturn:
         raise ValueError(
             f"output_dir {str(self.path)!r} holds another run.\n  Found its {RECIPE}.\n"
-            "  Set another output_dir, go on with --resume_from_checkpoint latest, "
+            "  Set another output_dir, go on with --resume, "
             "or replace that run with --overwrite_output_dir."
         )
 

@@ -10,12 +10,15 @@ from contextlib import contextmanager
 import torch
 
 import oomb_accel
+from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.progress import GIB, host_bytes
 from oomb_accel.rng import RngState
 from oomb_accel.sampler import Step, slots_of, tokens_of
 from oomb_accel.training.checkpoint import save_checkpoint, save_result
 from oomb_accel.training.data import last_tokens_batch
 from oomb_accel.training.folder import MEMORY, METRICS
+from oomb_accel.training.folder import RECIPE as CONFIG
+from oomb_accel.training.interrupt import StopSignals
 from oomb_accel.training.learning_rate import learning_rate_factor
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.report import already_done, closing, header, measure_memory, step_line
@@ -45,12 +48,15 @@ def train(recipe: Recipe) -> Summary:
     run.say(header(run))
     summary = run.summary
     summary.output_dir = str(run.folder.path)
-    with _says_what_is_left(run):
+    with StopSignals(lambda: run.updating or run.row is not None) as stop, _says_what_is_left(run):
+        if recipe.oomb.enabled:
+            attachment_of(run.bare_model).listen(stop.check)
         if run.folder.resume is None:
             summary.last_tokens_loss_before = _last_tokens_loss(run, "before")
             run.started = time.perf_counter()
         for step, (epoch, plan) in _steps(run):
             _one_step(run, step, epoch, plan)
+            stop.check()
             if recipe.save_steps and step % recipe.save_steps == 0 and step < run.num_steps:
                 run.say(f"saved {save_checkpoint(run, step)}")
         summary.seconds = time.perf_counter() - run.started
@@ -149,10 +155,18 @@ def _says_what_is_left(run: Run) -> Iterator[None]:
         _write_missing_row(run)
         _save_what_is_done(run)
         saved = run.folder.last_saved or run.folder.resume
-        where = f"the last save is {saved}" if saved else _nothing_saved(run.summary.steps)
+        where = f"the last save is {saved}{_how_to_go_on(run)}" if saved else _nothing_saved(run.summary.steps)
         logged = f"; losses are in {run.folder.path / METRICS}" if (run.folder.path / METRICS).is_file() else ""
         run.say(where + logged)
         raise
+
+
+def _how_to_go_on(run: Run) -> str:
+    """The command, where a checkpoint is in the folder of the run."""
+    if run.folder.latest() is None:
+        return ""
+    start = "oomb train" if run.accelerator.num_processes == 1 else "accelerate launch ... -m oomb_accel train"
+    return f"; go on with: {start} {run.folder.path / CONFIG} --resume"
 
 
 def _nothing_saved(steps: int) -> str:

@@ -21,6 +21,21 @@ def load_model(recipe: Recipe) -> nn.Module:
     Raises:
         ValueError: no model folder and no model that the hub serves, or RoPE settings that do not fit it.
     """
+    name, config = recipe.model_name_or_path, load_config(recipe)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            name, revision=recipe.revision, config=config, dtype=_load_dtype(recipe)
+        )
+    except (OSError, ValueError) as error:
+        raise load_error(name, error) from error
+
+
+def load_config(recipe: Recipe) -> Any:
+    """The config of the model of a recipe, with its RoPE overrides.
+
+    Raises:
+        ValueError: as `load_model`.
+    """
     name = recipe.model_name_or_path
     check_folder(name)
     try:
@@ -29,12 +44,7 @@ def load_model(recipe: Recipe) -> nn.Module:
         raise load_error(name, error) from error
     if recipe.rope_parameters is not None:
         override_rope(config, recipe.rope_parameters)
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            name, revision=recipe.revision, config=config, dtype=_load_dtype(recipe)
-        )
-    except (OSError, ValueError) as error:
-        raise load_error(name, error) from error
+    return config
 
 
 def load_tokenizer(recipe: Recipe) -> Any:

@@ -32,7 +32,7 @@ class Recipe:
     owner/name:config) or folders made by save_to_disk; one of them, or a list."""
 
     output_dir: str = ""
-    """Folder for the adapter, metrics.jsonl, resolved_recipe.yaml and summary.json."""
+    """Folder for the adapter, metrics.jsonl, config.yaml and summary.json."""
 
     overwrite_output_dir: bool = False
     """Replace an earlier run in output_dir; together with resume_from_checkpoint only what came after the
@@ -156,6 +156,15 @@ class Recipe:
     use_liger: bool | Auto = "auto"
     """Liger kernels for norms, RoPE and MLP. "auto" takes them on a GPU where they are installed."""
 
+    report_to: Literal["none", "all", "tensorboard", "wandb", "trackio"] = "none"
+    """Tracker that gets the metrics of every step; "all" is every one of them that is installed."""
+
+    run_name: str | None = None
+    """Name of the run in trackers; the name of output_dir if left out."""
+
+    logging_dir: str | None = None
+    """Folder for what tensorboard reads; output_dir/logs if left out."""
+
     eval_last_tokens: int = 0
     """Measure the loss on this many last tokens of the first document, with all the document before them as
     context, before and after training; 0 measures nothing."""
@@ -163,8 +172,9 @@ class Recipe:
     oomb: OombConfig = field(default_factory=OombConfig)
     """Settings of the chunk recurrence: chunk_tokens, page_tokens, backend, and so on."""
 
-    # No setting of a recipe: those in oomb that were given on the command line.
-    oomb_flags: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
+    # No settings of a recipe: names of those that were given on the command line, and of those that were given at all.
+    flags: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
+    given: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, setting in hints().items():
@@ -232,7 +242,7 @@ class Recipe:
         """
         values, flags = read_settings(Path(path), list(overrides), hints(), OombConfig)
         recipe = cls(**values)
-        recipe.oomb_flags = flags
+        recipe.flags, recipe.given = flags, frozenset(values)
         return recipe
 
     @classmethod
@@ -243,14 +253,15 @@ class Recipe:
             ValueError: as :meth:`from_yaml`.
         """
         typed, flags = read_settings(None, list(options), hints(), OombConfig)
-        recipe = cls(**values | typed)
-        recipe.oomb_flags = flags
+        values |= typed
+        recipe = cls(**values)
+        recipe.flags, recipe.given = flags, frozenset(values)
         return recipe
 
     def oomb_sources(self) -> tuple[Source, ...]:
         """What this recipe says about the chunk recurrence, to be held against what others say."""
         given = {name: getattr(self.oomb, name) for name in sorted(self.oomb.given)}
-        flags = {name: value for name, value in given.items() if name in self.oomb_flags}
+        flags = {name: value for name, value in given.items() if f"oomb.{name}" in self.flags}
         written = {name: value for name, value in given.items() if name not in flags}
         places = {name: f"--oomb.{name}" for name in flags}
         sources = (

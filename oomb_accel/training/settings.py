@@ -95,8 +95,8 @@ def read_settings(
         settings: what is allowed.
         block_type: type of the ``oomb`` block.
 
-    Returns: checked values by name, those that nobody set being left out; and the names of those in the block that
-        come from the command line.
+    Returns: checked values by name, those that nobody set being left out; and the names of those that come from the
+        command line, ``oomb.NAME`` for those in the block.
 
     Raises:
         ValueError: see :meth:`oomb_accel.training.recipe.Recipe.from_yaml`.
@@ -127,11 +127,12 @@ def read_settings(
                 known = [f"--oomb.{known_key}" for known_key in block_settings]
                 raise ValueError(unknown_key_message(f"--{name}", known, "the command line"))
             block[key] = _from_text(flag, text, block_settings[key])
-            flagged.add(key)
+            flagged.add(name)
         elif name not in settings or name == "oomb":
             raise ValueError(_unknown(name, settings, f"the command line ({flag})"))
         else:
             values[name] = _from_text(flag, text, settings[name])
+            flagged.add(name)
     place = f"the oomb block of {path or 'the options'}" + (" with the options over it" if overrides and path else "")
     values["oomb"] = block_type.from_dict(block, place=place)
     return values, frozenset(flagged)

@@ -45,7 +45,7 @@ def prepare(recipe: Recipe) -> Run:
     folder = RunFolder(recipe)
     accelerator = make_accelerator(recipe)
     resolved = _settings(recipe, accelerator)
-    recipe.oomb = resolved.config
+    recipe.oomb, folder.origins = resolved.config, dict(resolved.origins)
     set_seed(recipe.seed)
     tokenizer = load_tokenizer(recipe)
     corpus = load_corpus(recipe, tokenizer)

@@ -100,7 +100,7 @@ def test_a_kill_while_old_checkpoints_are_removed(
         with pytest.raises(KeyboardInterrupt):
             folder.publish_checkpoint(4)
     assert not gutted(out)
-    (out / "resolved_recipe.yaml").write_text("")
+    (out / "config.yaml").write_text("")
     again = RunFolder(recipe_of(settings | {"resume_from_checkpoint": "latest"}))
     assert again.resume == out / "checkpoint-4"
     again.start()
@@ -110,7 +110,7 @@ def test_a_kill_while_old_checkpoints_are_removed(
 def test_a_kill_while_a_run_is_replaced(settings: Settings, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (2, 4):
         make_checkpoint(out, step)
-    for name in ("resolved_recipe.yaml", "summary.json"):
+    for name in ("config.yaml", "summary.json"):
         (out / name).write_text("{}")
     folder = RunFolder(recipe_of(settings | {"overwrite_output_dir": True}))
     with monkeypatch.context() as patch:
@@ -119,6 +119,6 @@ def test_a_kill_while_a_run_is_replaced(settings: Settings, out: Path, monkeypat
             folder.start()
     assert not gutted(out)
     # Nothing says that the run is finished, and it is still known to be one.
-    assert not (out / "summary.json").exists() and (out / "resolved_recipe.yaml").exists()
+    assert not (out / "summary.json").exists() and (out / "config.yaml").exists()
     RunFolder(recipe_of(settings | {"overwrite_output_dir": True})).start()
-    assert [item.name for item in out.iterdir()] == ["resolved_recipe.yaml"]
+    assert [item.name for item in out.iterdir()] == ["config.yaml"]

@@ -45,7 +45,7 @@ def test_a_run_leaves_what_it_promises(
         rows[-1]["loss"],
     )
     assert summary["last_tokens_loss_after"] < summary["last_tokens_loss_before"]
-    assert yaml.safe_load((out / "resolved_recipe.yaml").read_text())["seed"] == 7
+    assert yaml.safe_load((out / "config.yaml").read_text())["seed"] == 7
     assert {item.name for item in out.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
     assert not list(out.glob(".*"))
     printed = capsys.readouterr().out
@@ -185,7 +185,7 @@ def test_a_save_that_fails_leaves_no_half_folder(
     with pytest.raises(RuntimeError, match="no space"):
         train(recipe_of(settings, write_recipe, save_steps=1))
     left = {item.name for item in Path(settings["output_dir"]).iterdir()}
-    assert left == {"metrics.jsonl", "memory.jsonl", "resolved_recipe.yaml"}
+    assert left == {"metrics.jsonl", "memory.jsonl", "config.yaml"}
 
 
 def test_a_document_beyond_the_range_is_refused_before_the_first_step(

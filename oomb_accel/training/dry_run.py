@@ -1,0 +1,289 @@
+"""What a recipe would do: its data, its steps, and what they would take. No weights are loaded, nothing is written."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from oomb_accel.config import OombConfig
+from oomb_accel.host import host_limits
+from oomb_accel.integrations.rope import check_length
+from oomb_accel.plan import (
+    Estimate,
+    Gpu,
+    Job,
+    Suggestion,
+    choose,
+    estimate,
+    gpu_named,
+    gpu_of_device,
+    largest_tokens,
+    read_shape,
+    suggestions,
+)
+from oomb_accel.plan.fit import CHUNKS
+from oomb_accel.plan.gpus import H200, other_gpu
+from oomb_accel.plan.sizes import GIB
+from oomb_accel.sampler import LengthBalancedSampler, Step, tokens_of
+from oomb_accel.sources import gather, load_deepspeed_config, resolve
+from oomb_accel.training.data import check_vocabulary, load_corpus
+from oomb_accel.training.folder import RunFolder, read_progress
+from oomb_accel.training.model import load_config, load_tokenizer
+from oomb_accel.training.recipe import Recipe
+
+HOST_BYTES = 128 * GIB
+"""Assumed for a machine that is not this one."""
+_LENGTHS = 24
+"""Documents of at most so many lengths are estimated; between them the time is interpolated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What the run is estimated for."""
+
+    gpu: Gpu
+    host_bytes: int
+    num_gpus: int
+    zero_stage: int | None
+    zero_offload: bool
+    note: str
+    """Where this comes from, for the user."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Of the steps of a run."""
+
+    estimate: Estimate
+    """Of the longest stream."""
+    longest: int | None
+    """Tokens of the longest document that would fit; None where chunks are too short to look for it."""
+    changes: list[Suggestion]
+    reasons: tuple[str, ...]
+    """For settings that are "auto"."""
+    step_seconds: float
+    """Of the mean step, all documents counted by their own lengths."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingPlan:
+    """What a recipe would do."""
+
+    recipe: Recipe
+    machine: Machine
+    lengths: list[int]
+    """Tokens of each document."""
+    num_targets: int
+    """Of all documents."""
+    notes: list[str]
+    """About how data was read."""
+    num_steps: int
+    steps_done: int
+    """By the checkpoint that the run would go on from."""
+    steps_per_epoch: int
+    documents_per_step: int
+    step_tokens: list[int]
+    """Of the steps of the first epoch, all devices together."""
+    cost: Cost | None
+    """None where chunk recurrence is off."""
+
+    @property
+    def steps_left(self) -> int:
+        return self.num_steps - self.steps_done
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the steps that are left."""
+        return None if self.cost is None else self.cost.step_seconds * self.steps_left
+
+    @property
+    def fits(self) -> bool:
+        return self.cost is None or self.cost.estimate.fits
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; bytes and seconds."""
+        plan: dict[str, Any] = {
+            "fits": self.fits,
+            "documents": len(self.lengths),
+            "tokens": sum(self.lengths),
+            "trained_tokens": self.num_targets,
+            "shortest": min(self.lengths),
+            "longest": max(self.lengths),
+            "steps": self.num_steps,
+            "steps_done": self.steps_done,
+            "steps_per_epoch": self.steps_per_epoch,
+            "documents_per_step": self.documents_per_step,
+            "tokens_per_step": statistics.fmean(self.step_tokens),
+            "gpus": self.machine.num_gpus,
+            "seconds": self.seconds,
+            "notes": [self.machine.note, *self.notes],
+            "config": self.recipe.to_dict(),
+        }
+        if self.cost is not None:
+            plan["chosen"] = list(self.cost.reasons)
+            plan["largest_tokens"] = self.cost.longest
+            plan["estimate"] = self.cost.estimate.as_dict()
+            plan["suggestions"] = [{"change": s.change} | s.estimate.as_dict() for s in self.cost.changes]
+        return plan
+
+
+def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | None = None) -> TrainingPlan:
+    """Read data and the model's config, and count.
+
+    Args:
+        gpu: name of the GPU to estimate for; this machine's, or an H200, if left out.
+        num_gpus: those of the launch if left out.
+
+    Raises:
+        ValueError: whatever of recipe, data and model would be refused before weights are loaded.
+    """
+    folder = RunFolder(recipe)
+    resolved = resolve(*gather(None, *recipe.oomb_sources()))
+    recipe.oomb = resolved.config
+    corpus = load_corpus(recipe, load_tokenizer(recipe))
+    config = load_config(recipe)
+    check_vocabulary(corpus.documents, config.get_text_config().vocab_size)
+    lengths = [len(document.input_ids) for document in corpus.documents]
+    if recipe.oomb.enabled and recipe.oomb.beyond_trained_length == "error":
+        check_length(config, [getattr(document, "longest", len(document.input_ids)) for document in corpus.documents])
+    machine = find_machine(gpu, num_gpus)
+    sampler = LengthBalancedSampler(
+        lengths,
+        num_ranks=machine.num_gpus,
+        batch_size=recipe.per_device_train_batch_size,
+        accumulation=recipe.gradient_accumulation_steps,
+        seed=recipe.seed,
+    )
+    steps = sampler.steps(0)
+    num_steps = recipe.max_steps or sampler.steps_per_epoch * (recipe.num_train_epochs or 1)
+    return TrainingPlan(
+        recipe=recipe,
+        machine=machine,
+        lengths=lengths,
+        num_targets=sum(document.num_targets for document in corpus.documents),
+        notes=list(corpus.notes),
+        num_steps=num_steps,
+        steps_done=min(num_steps, read_progress(folder.resume)["step"] if folder.resume is not None else 0),
+        steps_per_epoch=sampler.steps_per_epoch,
+        documents_per_step=sampler.documents_per_step,
+        step_tokens=[tokens_of(step, lengths) for step in steps],
+        cost=_cost(_job(recipe, config, machine), recipe.oomb, steps, lengths) if recipe.oomb.enabled else None,
+    )
+
+
+def find_machine(gpu: str | None, num_gpus: int | None) -> Machine:
+    """The machine to estimate for, as the launch and this host say."""
+    stage, offload = _launched_zero()
+    num_gpus = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    host = HOST_BYTES
+    if gpu is not None:
+        found, note = gpu_named(gpu), f"estimated for {num_gpus} x {gpu_named(gpu).name}, as asked for"
+    elif torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        known = gpu_of_device(properties.name)
+        found = replace(known or other_gpu(1, None, H200), memory_bytes=properties.total_memory)
+        note = f"estimated for this machine's {properties.name}"
+        note += "" if known else ", whose rates are not known: times are those of an H200"
+        host = host_limits().available_bytes
+    else:
+        found, note = H200, "there is no GPU here: estimated for an H200 and 128 GiB of host memory (--gpu NAME)"
+    return Machine(
+        gpu=found, host_bytes=host, num_gpus=num_gpus, zero_stage=stage, zero_offload=offload, note=note
+    )  # fmt: skip
+
+
+def _launched_zero() -> tuple[int | None, bool]:
+    """ZeRO stage, and whether the optimizer is in host memory; as ``accelerate launch`` says."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
+        return None, False
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if file:
+        zero = load_deepspeed_config(file).get("zero_optimization", {})
+        return int(zero.get("stage", 0)) or None, zero.get("offload_optimizer", {}).get("device") == "cpu"
+    stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+    return stage or None, os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE") == "cpu"
+
+
+def _job(recipe: Recipe, config: Any, machine: Machine) -> Job:
+    """One step on a document whose length is still to be said."""
+    oomb = recipe.oomb
+    wide = recipe.torch_dtype == "float32" or (recipe.torch_dtype == "auto" and recipe.lora_r == 0)
+    return Job(
+        model=replace(read_shape(config), name=recipe.model_name_or_path),
+        tokens=oomb.page_tokens,
+        lora_r=recipe.lora_r,
+        weights_dtype="float32" if wide and machine.zero_stage is None else "bfloat16",
+        compute_dtype="float32" if wide and recipe.mixed_precision == "no" else "bfloat16",
+        attention=oomb.attention,
+        top_k=oomb.top_k,
+        q_block=oomb.q_block,
+        sink_pages=oomb.sink_pages,
+        recent_pages=oomb.recent_pages,
+        dense_layers=oomb.dense_layers,
+        page_budget=oomb.page_budget,
+        chunk_tokens=oomb.known_chunk_tokens,
+        page_tokens=oomb.page_tokens,
+        span_tokens=oomb.span_tokens,
+        page_dtype=oomb.page_dtype,
+        page_grad_dtype="float32" if oomb.page_grad_dtype == "auto" else oomb.page_grad_dtype,
+        keep_outputs=oomb.keep_outputs,
+        keep_last_graph=oomb.keep_last_graph,
+        offload=oomb.offload,
+        device_pages_bytes=None if oomb.device_pages_gib == "auto" else int(oomb.device_pages_gib * GIB),
+        gpu=machine.gpu,
+        num_gpus=machine.num_gpus,
+        zero_stage=machine.zero_stage,
+        zero_offload=machine.zero_offload,
+        host_bytes=machine.host_bytes,
+    )
+
+
+def _cost(job: Job, oomb: OombConfig, steps: Sequence[Step], lengths: Sequence[int]) -> Cost:
+    longest = max(
+        sum(lengths[index] for index in documents) for step in steps for micro in step for documents in micro
+    )  # of a stream
+    job = replace(job, tokens=max(longest, 2))
+    reasons: tuple[str, ...] = ()
+    auto = {name: getattr(oomb, name) == "auto" for name in ("chunk_tokens", "page_grad_dtype")}
+    if any(auto.values()):
+        choice = choose(job, **auto)
+        job = replace(job, chunk_tokens=choice.chunk_tokens, page_grad_dtype=choice.page_grad_dtype)
+        reasons = choice.reasons
+    found = estimate(job)
+    return Cost(
+        estimate=found,
+        longest=largest_tokens(job) if job.chunk_tokens >= min(CHUNKS) else None,
+        changes=[] if found.fits else suggestions(job),
+        reasons=reasons,
+        step_seconds=_step_seconds(job, steps, lengths),
+    )
+
+
+def _step_seconds(job: Job, steps: Sequence[Step], lengths: Sequence[int]) -> float:
+    """Mean over the steps; in each micro-step everybody waits for the rank with most to do."""
+    some = np.unique(np.quantile(np.asarray(lengths), np.linspace(0, 1, _LENGTHS), method="nearest"))
+    found = [estimate(replace(job, tokens=max(int(tokens), 2))).time for tokens in some]
+    update = found[-1].parts["optimizer"]
+    seconds = np.interp(lengths, some, [time.seconds - time.parts["optimizer"] for time in found])
+    of_steps = [
+        sum(max(sum(seconds[index] for index in documents) for documents in micro) for micro in step) for step in steps
+    ]
+    return float(statistics.fmean(of_steps)) + update
+
+
+def spread(lengths: Sequence[int]) -> str:
+    """Shortest, median and longest in words, and how many documents there are between powers of two."""
+    if min(lengths) == max(lengths):
+        return f"{lengths[0]:,} tokens each" if len(lengths) > 1 else f"{lengths[0]:,} tokens"
+    edges = [1 << power for power in range(max(lengths).bit_length() + 1)]
+    counts = [(start, sum(start <= length < end for length in lengths)) for start, end in pairwise(edges)]
+    parts = ", ".join(f"{count} from {start:,}" for start, count in counts if count)
+    middle = statistics.median(lengths)
+    return f"shortest {min(lengths):,}, median {middle:,.0f}, longest {max(lengths):,} tokens ({parts})"
