@@ -129,7 +129,8 @@ def _check_requested(script_arguments: list[str]) -> bool:
     requested = [source for item in configs for source in gather(item)]
     if not requested:
         os.environ[variable_of("enabled")] = "true"
-    return any(resolve(*gather(item)).config.enabled for item in configs)
+    resolved = [resolve(*gather(item)) for item in configs]  # all of them: each may hold a contradiction
+    return any(one.config.enabled for one in resolved)
 
 
 def _has_block(path: str) -> bool:

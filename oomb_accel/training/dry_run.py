@@ -181,7 +181,7 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
 def find_machine(gpu: str | None, num_gpus: int | None) -> Machine:
     """The machine to estimate for, as the launch and this host say."""
     stage, offload = _launched_zero()
-    num_gpus = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    num_gpus = num_gpus or _launched_processes()
     host = HOST_BYTES
     if gpu is not None:
         found, note = gpu_named(gpu), f"estimated for {num_gpus} x {gpu_named(gpu).name}, as asked for"
@@ -197,6 +197,15 @@ def find_machine(gpu: str | None, num_gpus: int | None) -> Machine:
     return Machine(
         gpu=found, host_bytes=host, num_gpus=num_gpus, zero_stage=stage, zero_offload=offload, note=note
     )  # fmt: skip
+
+
+def _launched_processes() -> int:
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not (text.isdecimal() and 0 < int(text[:9])):
+        raise ValueError(
+            f"WORLD_SIZE in the environment is no number of processes.\n  Got {text!r}.\n  Unset it, or set WORLD_SIZE=1."
+        )
+    return int(text)
 
 
 def _launched_zero() -> tuple[int | None, bool]:
