@@ -74,6 +74,12 @@ def json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def indented(reason: object) -> str:
+    """What another library said, as part of a message: not more than a few lines, each of them indented."""
+    lines = [line.strip()[:400] for line in str(reason).splitlines() if line.strip()]
+    return "\n  ".join(lines[:8]) or type(reason).__name__
+
+
 def shown(value: object) -> str:
     """A value for a message: as Python writes it, cut short where it is long."""
     return _SHORT.repr(value)

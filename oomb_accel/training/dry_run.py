@@ -34,8 +34,9 @@ from oomb_accel.plan.sizes import GIB
 from oomb_accel.sampler import LengthBalancedSampler, Step, tokens_of
 from oomb_accel.sources import gather, load_deepspeed_config, resolve
 from oomb_accel.training.data import check_vocabulary, load_corpus
-from oomb_accel.training.folder import RunFolder, read_progress
+from oomb_accel.training.folder import RunFolder
 from oomb_accel.training.model import load_config, load_tokenizer
+from oomb_accel.training.progress_file import read_progress
 from oomb_accel.training.recipe import Recipe
 
 HOST_BYTES = 128 * GIB

@@ -46,6 +46,9 @@ class Recipe:
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
 
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model or its tokenizer. Read it before: it can do whatever you can."""
+
     torch_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of the weights. "auto" is the checkpoint's own with LoRA, and float32 for full fine-tuning."""
 
