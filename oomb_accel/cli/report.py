@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_data import RunData, read_run
 from oomb_accel.memory_report import gib, peak_table
 
@@ -112,10 +113,9 @@ def _spread(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="oomb report",
-        allow_abbrev=False,
         description="What a run of oomb train did: loss, speed and memory as a table, and plots as report_*.png. A "
         "folder with memory.jsonl alone will do, as the Python API writes it.",
     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from oomb_accel.memory_report import FILE as MEMORY
 from oomb_accel.memory_report import Line, Peak, peaks_of
+from oomb_accel.reading import Unreadable, indented, json_object, shown
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+_OF_STEPS = ("step", "loss", "grad_norm", "tokens", "tokens_per_second", "seconds", "host_gib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +78,61 @@ def read_run(folder: Path) -> RunData:
             f"There is no folder {str(folder)!r}.\n  Got {'a file' if folder.exists() else 'nothing'} there.\n"
             "  Give the output_dir of a run."
         )
-    metrics, memory = _lines(folder / METRICS), _lines(folder / MEMORY)
+    metrics, memory = _lines(folder / METRICS, _OF_STEPS), _lines(folder / MEMORY, ("step",))
     if not metrics and not memory:
         found = ", ".join(sorted(item.name for item in folder.iterdir())[:5]) or "nothing"
         raise ValueError(
             f"There is no run in {str(folder)!r}: neither {METRICS} nor {MEMORY}.\n  Found {found}.\n"
             "  Give the output_dir of a run whose first step is done."
         )
-    summary = folder / SUMMARY
-    return RunData(folder, metrics, memory, json.loads(summary.read_text("utf-8")) if summary.is_file() else {})
+    run = RunData(folder, metrics, memory, _summary(folder / SUMMARY))
+    _check_peaks(run)
+    return run
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _summary(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json_object(path)
+    except Unreadable as error:
+        raise ValueError(f"{path} cannot be read.\n  {error}\n  Remove it: the report goes without it.") from None
+
+
+def _check_peaks(run: RunData) -> None:
+    try:
+        found = run.peaks
+    except (TypeError, AttributeError, ValueError):
+        found = None
+    if found is None:
+        raise ValueError(
+            f"{run.folder / SUMMARY} or {MEMORY} beside it is not what oomb train writes.\n"
+            f"  Got memory_peaks {shown(run.summary.get('memory_peaks'))}.\n  Remove the file: the report goes without it."
+        )
+
+
+def _lines(path: Path, numbers: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of a file, each with these fields as numbers."""
     if not path.is_file():
         return []
-    whole = (line for line in path.read_text("utf-8").splitlines(keepends=True) if line.endswith("\n"))
-    return [json.loads(line) for line in whole]
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            row = json.loads(line)
+            wrong = next((name for name in numbers if not isinstance(row[name], (int, float))), None)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _not_ours(path, number, str(error)) from None
+        except KeyError as error:
+            raise _not_ours(path, number, f"it has no {error}") from None
+        if wrong is not None:
+            raise _not_ours(path, number, f"its {wrong} is {shown(row[wrong])}")
+        rows.append(row)
+    return rows
+
+
+def _not_ours(path: Path, number: int, why: str) -> ValueError:
+    return ValueError(
+        f"{path} line {number} is not what oomb train writes.\n  {indented(why)}.\n  Remove that line, or the file."
+    )

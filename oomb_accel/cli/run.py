@@ -45,8 +45,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     options, as_json, words = _split(list(arguments))
     if not words:
-        print(f"{USAGE}\noomb run: give the path of a script.", file=sys.stderr)
-        return 2
+        raise ValueError(
+            "There is nothing to run.\n  Got no script.\n"
+            "  Please give the path of a script behind the options; oomb run --help says more."
+        )
     if not Path(words[0]).is_file():
         raise ValueError(
             f"The script {words[0]!r} does not exist.\n  Looked in {os.getcwd()}.\n"

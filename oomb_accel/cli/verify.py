@@ -12,12 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oomb_accel.cli import verify_sparse
+from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.cli.verify_inputs import documents_of, load, trained
 from oomb_accel.cli.verify_tables import parity_rows, parity_table
 from oomb_accel.config import SPARSE_SETTINGS, OombConfig
 from oomb_accel.integrations.parity import check_parity, check_parity_low_precision
 from oomb_accel.integrations.support import base_model_of, model_facts, refusals
+from oomb_accel.reading import shown
 from oomb_accel.sources import from_text
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -32,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns: 0 when everything is within its limit, 1 when not.
     """
     options = _parser().parse_args(_joined(arguments))
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("There is no CUDA device here.\n  Got --device cuda.\n  Use --device cpu.")
     is_sparse = options.attention == "sparse"
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     config = _config(options)  # contradictions come out before anything is loaded
     check_writable(options.json)
     if options.tokens < 8:
-        raise ValueError(f"Too few tokens to cut into chunks.\n  Got --tokens {options.tokens}.\n  Use --tokens 600.")
+        raise ValueError(f"There are too few tokens to cut into chunks.\n  Got --tokens {options.tokens}.\n  Use --tokens 600.")
     torch.manual_seed(options.seed)
     model = load(options.model, options.layers, options.random_weights)
     reasons = refusals(model, base_model_of(model))
@@ -56,6 +58,13 @@ def main(arguments: Sequence[str]) -> int:
             passed, report = _run_dense(options, config, model, documents, device)
     write_json(report, options.json)
     return 0 if passed else 1
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"There is no such device.\n  Got --device {shown(name)}.\n  Use --device cpu.") from None
 
 
 def _run_dense(
@@ -88,8 +97,8 @@ def _joined(words: Sequence[str]) -> list[str]:
     return joined
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="oomb verify",
         description="Compare loss, per-token loss, every trainable gradient and the input-embedding gradient of "
         "chunk recurrence with full attention, on your model. With --attention sparse: what the sparsity costs in loss "

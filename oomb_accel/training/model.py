@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,15 +12,16 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, get_peft_model
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from oomb_accel.reading import indented, shown
+from oomb_accel.reading import Unreadable, indented, json_object, shown
 from oomb_accel.training.recipe import Recipe
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _OF_FILES = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),
     *(SafetensorError, StrictDataclassError),
@@ -62,7 +64,8 @@ def load_weights(
             ignore_mismatched_sizes=True,  # they are told below, by name
             output_loading_info=True,
         )
-    for key, theirs, ours in sorted(found["mismatched_keys"]):
+    if found["mismatched_keys"]:
+        key, theirs, ours = min(found["mismatched_keys"])
         raise load_error(name, f"{key} has shape {list(theirs)} in its files, and {list(ours)} by its config.")
     if missing := sorted(found["missing_keys"]):
         raise load_error(name, f"Its files lack {len(missing)} weights: {', '.join(missing[:3])}.")
@@ -94,11 +97,6 @@ def read_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     check_folder(name)
     with _says_what_is_wrong(name):
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    text = config.get_text_config()
-    for size in _SIZES:
-        value = getattr(text, size, None)
-        if value is not None and not (isinstance(value, int) and value > 0):
-            raise load_error(name, f"Its config has {size}={shown(value)}.")
     return config
 
 
@@ -236,6 +234,16 @@ def load_error(name: str, reason: object) -> ValueError:
     )
 
 
+def _broken_file(name: str) -> Path | None:
+    """A file of weights in a model's folder that cannot be opened."""
+    for path in sorted(Path(name).glob("*.safetensors")):
+        try:
+            safe_open(path, framework="pt").keys()
+        except SafetensorError:
+            return path
+    return None
+
+
 @contextmanager
 def _says_what_is_wrong(name: str, *, of_tokenizer: bool = False) -> Iterator[None]:
     """Around a call that reads what a user has as a model: whatever it raises is about that."""
@@ -250,12 +258,13 @@ def _says_what_is_wrong(name: str, *, of_tokenizer: bool = False) -> Iterator[No
                 "  No code of a model or tokenizer runs unless the recipe says so.\n"
                 "  Read that code, and if you trust it set trust_remote_code: true; or use a model without any."
             ) from error
-        if of_tokenizer:
+        if of_tokenizer and Path(name).is_dir():
             raise ValueError(
                 f"The tokenizer of {shown(name)} cannot be loaded.\n  {indented(error)}\n"
                 "  Save it beside the model, with tokenizer.save_pretrained(folder)."
             ) from error
-        raise load_error(name, error) from error
+        broken = _broken_file(name) if isinstance(error, SafetensorError) else None
+        raise load_error(name, error if broken is None else f"{broken}: {error}; copy it again") from error
 
 
 def check_folder(name: str) -> None:
@@ -269,6 +278,24 @@ def check_folder(name: str) -> None:
             "  Set model_name_or_path to a model folder or a hub id; "
             "launch/prepare_demo.py makes a small model."
         )
+    if looks_local:
+        _check_sizes(name, path / "config.json")
+    elif not _HUB_ID.fullmatch(name):
+        raise load_error(name, "There is no such folder, and ids of the hub are ORGANISATION/NAME.")
+
+
+def _check_sizes(name: str, path: Path) -> None:
+    """Whether a config is one at all; what is odd in it otherwise, transformers knows better."""
+    try:
+        fields = json_object(path)
+    except Unreadable as error:
+        raise load_error(name, f"{path}: {error}") from None
+    text = fields.get("text_config")
+    for part in (fields, text if isinstance(text, dict) else {}):
+        for size in _SIZES:
+            value = part.get(size)
+            if value is not None and not (type(value) is int and value > 0):
+                raise load_error(name, f"{path} has {size}={shown(value)}.")
 
 
 def _has_module(model: nn.Module, name: str) -> bool:

@@ -92,10 +92,10 @@ def refused(words: list[str], code: int, says: tuple[str, ...], capsys: pytest.C
     capsys.readouterr()
     got = main(words)
     printed = capsys.readouterr()
-    message = printed.err[printed.err.rfind(f"oomb {words[0]}: ") :] if f"oomb {words[0]}: " in printed.err else ""
+    message = printed.err[printed.err.rfind(f"\noomb {words[0]}: ") + 1 :]
     assert got == code, printed.err[-3000:]
     assert "Traceback" not in printed.err + printed.out, printed.err[-3000:]
-    assert message, printed.err[-3000:]
+    assert message.startswith(f"oomb {words[0]}: "), printed.err[-3000:]
     lines = message.rstrip().splitlines()
     assert len(lines) >= 3, f"not three parts: {message}"
     assert all(line.startswith("  ") for line in lines[1:]), message

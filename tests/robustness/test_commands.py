@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,10 @@ def report(spoil: Callable[[Path], object], *flags: str) -> Callable[[Place], li
     return typed
 
 
+def spoilt_config(place: Place, **changes: Any) -> str:
+    return place.write("c.json", json.dumps(json.loads((place.model / "config.json").read_text()) | changes))
+
+
 def put(name: str, text: str | bytes) -> Callable[[Path], object]:
     return lambda out: (out / name).write_bytes(text.encode() if isinstance(text, str) else text)
 
@@ -36,7 +42,8 @@ CASES = [
     Bad("estimate no model", words("estimate", "qwen9.9-7b"), ("qwen9.9-7b",)),
     Bad("estimate a broken config", lambda p: ["estimate", p.write("config.json", "{")], ("config.json", "JSON")),
     Bad("estimate a binary", lambda p: ["estimate", p.write("config.json", b"\xff\0")], ("config.json",)),
-    Bad("estimate a text as size", lambda p: ["estimate", p.write("c.json", '{"model_type": "llama", "hidden_size": "x"}')], ("c.json", "hidden_size")),
+    Bad("estimate a text as size", lambda p: ["estimate", spoilt_config(p, hidden_size="x")], ("c.json", "hidden_size")),
+    Bad("estimate a huge size", lambda p: ["estimate", spoilt_config(p, vocab_size=-1)], ("c.json", "vocab_size")),
     Bad("estimate a folder", lambda p: ["estimate", str(p.folder)], ("config.json",)),
     Bad("estimate an unknown option", words("estimate", MODEL, "--lenght", "1M"), ("--lenght", "--length")),
     Bad("estimate a stray word", words("estimate", MODEL, "1M"), ("1M", "--help")),
@@ -56,7 +63,7 @@ CASES = [
     Bad("verify layers", words("verify", "MODEL", "--layers", "-3"), ("-3", "--layers 2")),
     Bad("verify tokens", words("verify", "MODEL", "--tokens", "2"), ("--tokens 2", "--tokens 600")),
     Bad("verify a device", words("verify", "MODEL", "--device", "tpu9"), ("tpu9", "--device cpu")),
-    Bad("verify an option", words("verify", "MODEL", "--chunk", "2"), ("--chunk", "--chunk-tokens")),
+    Bad("verify an option", words("verify", "MODEL", "--chunk", "2"), ("--chunk", "--chunk_tokens")),
     Bad("verify a value", words("verify", "MODEL", "--tokens", "x"), ("--tokens", "'x'")),
     Bad("verify a report nowhere", words("verify", "MODEL", "--json", "/nowhere/a.json"), ("/nowhere",)),
     Bad("verify no text", words("verify", "MODEL", "--text", "nowhere.txt"), ("nowhere.txt",)),

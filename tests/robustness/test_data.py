@@ -69,7 +69,7 @@ CASES = [
     Bad("mixed rows", rows(GOOD, {"body": "x"}), ("line 2", "'body'")),
     Bad("prompt alone", rows({"prompt": "x"}), ("line 1", "'prompt'")),
     Bad("messages are text", rows({"messages": "hello"}), ("line 1", "messages")),
-    Bad("a message without role", rows({"messages": [{"content": "x"}]}), ("line 1", "role")),
+    Bad("a message without role", rows({"messages": [{"content": "x"}]}), ("line 1", "chat template")),
     Bad("chats without template", rows({"messages": [{"role": "user", "content": "x"}]}), ("template",)),
     Bad("ids out of the vocabulary", rows({"input_ids": [1, 2, 99999]}), ("99999", "260")),
     Bad("negative ids", rows({"input_ids": [1, -2]}), ("line 1", "-2")),

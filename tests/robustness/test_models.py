@@ -133,7 +133,7 @@ CASES = [
     Bad("a missing shard", model(without_a_shard), ("model-00002-of-00002.safetensors", NAME)),
     Bad("pickled weights", model(pickled), ("safetensors", NAME)),
     Bad("weights that run code", model(malicious), ("safetensors", NAME)),
-    Bad("another shape", model(config(intermediate_size=48)), ("mlp", "[64, 32]", "[48, 32]", NAME)),
+    Bad("another shape", model(config(intermediate_size=48)), ("mlp", "[32, 64]", "[32, 48]", NAME)),
     Bad("a weight is missing", model(weights(lambda w: w.pop("model.norm.weight"))), ("model.norm.weight", NAME)),
     Bad("NaN in the weights", model(weights(lambda w: w["model.norm.weight"].fill_(float("nan")))), ("finite",), 1),
     Bad("remote code", model(with_code), ("trust_remote_code",)),
