@@ -254,7 +254,9 @@ def unknown_key_message(key: str, known: list[str], place: str, *, nearest: str 
 
 
 def _number_known(number: int) -> str:
-    return "It is not the one that is known there." if number == 1 else f"It is none of the {number} that are known there."
+    return (
+        "It is not the one that is known there." if number == 1 else f"It is none of the {number} that are known there."
+    )
 
 
 def checked_setting(name: str, value: Any) -> Any:

@@ -164,13 +164,17 @@ def _parser() -> Parser:
     settings.add_argument("--page_grad_dtype", choices=["float32", "bfloat16", "auto"], default="float32")
     settings.add_argument("--keep_outputs", choices=list(_SWITCH), default="auto")
     settings.add_argument("--offload", choices=list(_SWITCH), default="auto")
-    settings.add_argument("--device_pages_gib", type=number(0, above=True), help="most GPU memory for pages; what is free if left out")
+    settings.add_argument(
+        "--device_pages_gib", type=number(0, above=True), help="most GPU memory for pages; what is free if left out"
+    )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", default="h200", help=f"one of {', '.join(GPUS)}; default h200")
     machine.add_argument("--gpus", type=int, default=1, help="of one host, each with a document of its own")
     machine.add_argument("--gpu_gib", type=number(0, above=True), help="memory of a GPU that is not in the list")
     machine.add_argument("--tflops", type=number(0, above=True), help="its peak of bf16 matrix products")
-    machine.add_argument("--host_gib", type=number(0), default=128, help="memory of the host, for all GPUs; default 128")
+    machine.add_argument(
+        "--host_gib", type=number(0), default=128, help="memory of the host, for all GPUs; default 128"
+    )
     machine.add_argument("--price", type=number(0), help="of one GPU for an hour, for the cost")
     machine.add_argument(
         "--distinct",

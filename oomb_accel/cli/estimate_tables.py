@@ -11,7 +11,11 @@ _WIDTH = 34
 
 
 def estimate_report(
-    found: Estimate, longest: int | None, changes: Sequence[Suggestion], price: float | None, reasons: Sequence[str] = ()
+    found: Estimate,
+    longest: int | None,
+    changes: Sequence[Suggestion],
+    price: float | None,
+    reasons: Sequence[str] = (),
 ) -> str:
     """Memory, traffic, time, cost, and what to change.
 

@@ -39,9 +39,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ValueError: an option that there is not, with the nearest one, or one that stands twice.
         """
-        known = {
-            name.replace("_", "-"): (name, action) for action in self._actions for name in action.option_strings
-        }
+        known = {name.replace("_", "-"): (name, action) for action in self._actions for name in action.option_strings}
         checked: list[str] = []
         values: dict[str, str] = {}
         for position, word in enumerate(words):

@@ -107,7 +107,8 @@ def _check_peaks(run: RunData) -> None:
     if found is None:
         raise ValueError(
             f"{run.folder / SUMMARY} or {MEMORY} beside it is not what oomb train writes.\n"
-            f"  Got memory_peaks {shown(run.summary.get('memory_peaks'))}.\n  Remove the file: the report goes without it."
+            f"  Got memory_peaks {shown(run.summary.get('memory_peaks'))}.\n"
+            "  Remove the file: the report goes without it."
         )
 
 

@@ -28,9 +28,14 @@ def load(name: str, layers: int, random_weights: bool) -> PreTrainedModel:
     """
     path = Path(name)
     if path.suffix == ".json" and not path.is_file():
-        raise ValueError(f"There is no file {name}.\n  Got a name that ends in .json.\n  Pass a folder, a hub id or an existing config.json.")
+        raise ValueError(
+            f"There is no file {name}.\n  Got a name that ends in .json.\n"
+            "  Pass a folder, a hub id or an existing config.json."
+        )
     if layers < 0:
-        raise ValueError(f"A model cannot be cut to so many layers.\n  Got --layers {layers}.\n  Use --layers 2, or 0 to keep all.")
+        raise ValueError(
+            f"A model cannot be cut to so many layers.\n  Got --layers {layers}.\n  Use --layers 2, or 0 to keep all."
+        )
     random_weights = random_weights or path.suffix == ".json"
     source = _source(name)
     check_folder(source)

@@ -202,9 +202,10 @@ def find_machine(gpu: str | None, num_gpus: int | None) -> Machine:
 
 def _launched_processes() -> int:
     text = os.environ.get("WORLD_SIZE", "1")
-    if not (text.isdecimal() and 0 < int(text[:9])):
+    if not (text.isdecimal() and len(text) < 9 and int(text) > 0):
         raise ValueError(
-            f"WORLD_SIZE in the environment is no number of processes.\n  Got {text!r}.\n  Unset it, or set WORLD_SIZE=1."
+            f"WORLD_SIZE in the environment is no number of processes.\n  Got {text!r}.\n"
+            "  Unset it, or set WORLD_SIZE=1."
         )
     return int(text)
 

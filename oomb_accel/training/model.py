@@ -54,7 +54,7 @@ def load_weights(
             shape; or code that would have to run.
     """
     with _says_what_is_wrong(name):
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             revision=revision,
             config=config,
@@ -64,6 +64,7 @@ def load_weights(
             ignore_mismatched_sizes=True,  # they are told below, by name
             output_loading_info=True,
         )
+    model, found = loaded
     if found["mismatched_keys"]:
         key, theirs, ours = min(found["mismatched_keys"])
         raise load_error(name, f"{key} has shape {list(theirs)} in its files, and {list(ours)} by its config.")
@@ -109,9 +110,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
     name = recipe.model_name_or_path
     check_folder(name)
     with _says_what_is_wrong(name, of_tokenizer=True):
-        return AutoTokenizer.from_pretrained(
-            name, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(name, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
 
 
 def override_rope(config: Any, override: dict[str, Any]) -> None:

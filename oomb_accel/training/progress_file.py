@@ -78,8 +78,7 @@ def check_whole(checkpoint: Path, others: Sequence[Path] = ()) -> None:
         if found != size:
             state = "is missing" if found is None else f"has {found:,} bytes, and was written with {size:,}"
             raise ValueError(
-                f"The checkpoint {str(checkpoint)!r} is not whole.\n  {name} {state}.\n"
-                f"  {_remedy(checkpoint, others)}"
+                f"The checkpoint {str(checkpoint)!r} is not whole.\n  {name} {state}.\n  {_remedy(checkpoint, others)}"
             )
 
 

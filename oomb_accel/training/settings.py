@@ -109,7 +109,8 @@ def read_settings(
     block = values.pop("oomb", None) or {}
     if not isinstance(block, dict):
         raise ValueError(
-            f"In {path}: oomb must be a mapping.\n  Got {shown(block)}.\n  Example:\n    oomb:\n      chunk_tokens: 8192"
+            f"In {path}: oomb must be a mapping.\n  Got {shown(block)}.\n"
+            "  Example:\n    oomb:\n      chunk_tokens: 8192"
         )
     for key, value in block.items():
         if key not in block_settings:
@@ -211,7 +212,8 @@ def _from_text(flag: str, text: str, setting: Setting) -> Any:
         except (_Mismatch, ValueError, Unreadable):
             continue
     raise ValueError(
-        f"{flag} on the command line has a value that is not allowed.\n  Got {shown(text)}.\n  Allowed: {setting.spell()}."
+        f"{flag} on the command line has a value that is not allowed.\n  Got {shown(text)}.\n"
+        f"  Allowed: {setting.spell()}."
     )
 
 

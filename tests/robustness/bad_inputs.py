@@ -118,7 +118,10 @@ def check(case: Bad, place: Place, capsys: pytest.CaptureFixture[str]) -> None:
 
 def with_remedy(words: list[str], message: str) -> list[str]:
     """The words with the setting that the last line of the message says, such as ``Set max_steps=3``."""
-    found = re.search(r"(?:Set|Write|Use|or) (?:--)?([a-z_.]+)(?:[=:] ?|, for example | )([\w./'-]+)", message.rstrip().splitlines()[-1])
+    found = re.search(
+        r"(?:Set|Write|Use|or) (?:--)?([a-z_.]+)(?:[=:] ?|, for example | )([\w./'-]+)",
+        message.rstrip().splitlines()[-1],
+    )
     assert found, message
     name, value = found[1], found[2].rstrip(".").strip("'")
     kept = []

@@ -42,7 +42,7 @@ CASES = [
     Bad("estimate no model", words("estimate", "qwen9.9-7b"), ("qwen9.9-7b",)),
     Bad("estimate a broken config", lambda p: ["estimate", p.write("config.json", "{")], ("config.json", "JSON")),
     Bad("estimate a binary", lambda p: ["estimate", p.write("config.json", b"\xff\0")], ("config.json",)),
-    Bad("estimate a text as size", lambda p: ["estimate", spoilt_config(p, hidden_size="x")], ("c.json", "hidden_size")),
+    Bad("estimate a text size", lambda p: ["estimate", spoilt_config(p, hidden_size="x")], ("c.json", "hidden_size")),
     Bad("estimate a huge size", lambda p: ["estimate", spoilt_config(p, vocab_size=-1)], ("c.json", "vocab_size")),
     Bad("estimate a folder", lambda p: ["estimate", str(p.folder)], ("config.json",)),
     Bad("estimate an unknown option", words("estimate", MODEL, "--lenght", "1M"), ("--lenght", "--length")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ import pytest
 from tests.robustness.bad_inputs import Bad, Place, check, train, train_raw
 
 
-def train_file(content: str | bytes) -> object:
+def train_file(content: str | bytes) -> Callable[[Place], list[str]]:
     return lambda place: ["train", place.write("recipe.yaml", content)]
 
 
-def preset(content: str | bytes) -> object:
+def preset(content: str | bytes) -> Callable[[Place], list[str]]:
     """``oomb run`` with a preset, and a script that must not run."""
     script = "import pathlib; pathlib.Path('ran').touch()"
     return lambda place: [
@@ -24,13 +25,18 @@ def preset(content: str | bytes) -> object:
     ]
 
 
-def deepspeed(content: str | bytes) -> object:
+def deepspeed(content: str | bytes) -> Callable[[Place], list[str]]:
     """``oomb run`` of a script with a DeepSpeed config."""
     return lambda place: [
         "run",
         place.write("script.py", "raise SystemExit('it ran')"),
         *("--deepspeed", place.write("ds.json", content)),
     ]
+
+
+def behind_zero(rest: str) -> Callable[[Place], list[str]]:
+    """The same with a config that begins as it should."""
+    return deepspeed("{" + ZERO + ", " + rest)
 
 
 ZERO = '"zero_optimization": {"stage": 2}'
@@ -135,15 +141,15 @@ PRESETS = [
     Bad("preset: digits without end", preset("chunk_tokens: " + "9" * 5000), ("preset.yaml",)),
     Bad("preset: a list as key", preset("? [a]\n: 1"), ("preset.yaml",)),
     Bad("preset: nested deeply", preset("a: " + "[" * 5000), ("preset.yaml",)),
-    Bad("JSON: twice", deepspeed('{%s, "oomb": {"top_k": 1, "top_k": 2}}' % ZERO), ("'top_k' stands twice",)),
-    Bad("JSON: misspelt", deepspeed('{%s, "oombb": {}}' % ZERO), ("'oombb'", "Did you mean 'oomb'")),
-    Bad("JSON: broken", deepspeed('{%s, "oomb": {' % ZERO), ("ds.json", "JSON")),
-    Bad("JSON: a list", deepspeed("[%s]" % f"{{{ZERO}}}"), ("one mapping", "list")),
-    Bad("JSON: wrong type", deepspeed('{%s, "oomb": {"chunk_tokens": "x"}}' % ZERO), ("chunk_tokens='x'",)),
-    Bad("JSON: NaN", deepspeed('{%s, "oomb": {"device_pages_gib": NaN}}' % ZERO), ("device_pages_gib=nan",)),
-    Bad("JSON: wrong encoding", deepspeed(b'{%s, "a": "\xfc"}' % ZERO.encode()), ("ds.json", "0xfc")),
-    Bad("JSON: nested deeply", deepspeed("{%s, \"a\": %s" % (ZERO, "[" * 50_000)), ("ds.json", "nested")),
-    Bad("JSON: digits without end", deepspeed("{%s, \"a\": %s}" % (ZERO, "9" * 5000)), ("ds.json",)),
+    Bad("JSON: twice", behind_zero('"oomb": {"top_k": 1, "top_k": 2}}'), ("'top_k' stands twice",)),
+    Bad("JSON: misspelt", behind_zero('"oombb": {}}'), ("'oombb'", "Did you mean 'oomb'")),
+    Bad("JSON: broken", behind_zero('"oomb": {'), ("ds.json", "JSON")),
+    Bad("JSON: a list", deepspeed(f"[{{{ZERO}}}]"), ("one mapping", "list")),
+    Bad("JSON: wrong type", behind_zero('"oomb": {"chunk_tokens": "x"}}'), ("chunk_tokens='x'",)),
+    Bad("JSON: NaN", behind_zero('"oomb": {"device_pages_gib": NaN}}'), ("device_pages_gib=nan",)),
+    Bad("JSON: wrong encoding", deepspeed(("{" + ZERO + ', "a": "\xfc"}').encode("latin1")), ("ds.json", "0xfc")),
+    Bad("JSON: nested deeply", behind_zero('"a": ' + "[" * 50_000), ("ds.json", "nested")),
+    Bad("JSON: digits without end", behind_zero('"a": ' + "9" * 5000 + "}"), ("ds.json",)),
 ]
 
 

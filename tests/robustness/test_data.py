@@ -92,7 +92,11 @@ CASES = [
     Bad("a folder of binaries", folder(a_bin=b"\0\1", b_bin=b"\0\2"), ("holds no text", "2 binary")),
     Bad("a folder of bad tables", folder(a_jsonl=b'{"text": '), ("a.jsonl line 1", "JSON")),
     Bad("a dataset that is broken", folder(state_json=b"{"), ("cannot be loaded", "save_to_disk")),
-    Bad("one of several paths", lambda place: ["train", place.recipe(data_path=[place.rows(GOOD), "b.txt"])], ("'b.txt'",)),
+    Bad(
+        "one of several paths",
+        lambda place: ["train", place.recipe(data_path=[place.rows(GOOD), "b.txt"])],
+        ("'b.txt'",),
+    ),
 ]
 
 

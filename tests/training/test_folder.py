@@ -26,8 +26,15 @@ def make_checkpoint(out: Path, step: int) -> Path:
     folder = out / f"checkpoint-{step}"
     (folder / "state").mkdir(parents=True)
     (folder / "state" / "weights").write_text("whole")
-    values = {"format": 1, "step": step, "documents_per_step": 1, "group": 1, "strategy": "", "num_processes": 1}
-    values |= dict.fromkeys(("identity", "summary", "recipe", "files"), {})
+    values: dict[str, Any] = {
+        "format": 1,
+        "step": step,
+        "documents_per_step": 1,
+        "group": 1,
+        "strategy": "",
+        "num_processes": 1,
+    }
+    values |= {name: {} for name in ("identity", "summary", "recipe", "files")}
     (folder / PROGRESS).write_text(json.dumps(values))
     return folder
 

@@ -40,7 +40,9 @@ def losses(out: Path) -> list[float]:
 def test_switches_are_no_settings(words: list[str], settings: list[str], switches: dict[str, Any]) -> None:
     found, rest = _split(words)
     assert rest == settings
-    assert {name: getattr(found, name) for name in ("dry_run", "json", "gpu", "gpus") if getattr(found, name)} == switches
+    assert {
+        name: getattr(found, name) for name in ("dry_run", "json", "gpu", "gpus") if getattr(found, name)
+    } == switches
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,9 @@ def test_a_signal_stops_and_saves(
     said = capsys.readouterr()
     assert f"stopped after step {done} of 4" in said.out and "Traceback" not in said.err
     line = next(text for text in said.out.splitlines() if "the last save is" in text)
-    assert f"the last save is {out / f'checkpoint-{done}'}; go on with: oomb train {out / 'config.yaml'} --resume" in line
+    assert (
+        f"the last save is {out / f'checkpoint-{done}'}; go on with: oomb train {out / 'config.yaml'} --resume" in line
+    )
     assert not list(out.glob(".*"))
     words = line.split("go on with: oomb ")[1].split(";")[0].split()
     assert main(words) == 0
