@@ -12,6 +12,7 @@ All sizes are bytes. ``memory.jsonl`` has one JSON object per line with these ke
     allocated, peak, reserved        of torch's allocator: now, most since the sample before, and taken from the device
     host                             by tier, see `HOST_TIERS`
     copied                           pages moved "up" to the device and "down" to the host since the run was started
+    waited                           seconds that the device stood still for these copies since the run was started
 
 Without CUDA there is no allocator to ask: then ``allocated``, ``peak``, ``reserved`` and the activations are left out.
 """
@@ -46,8 +47,15 @@ DEVICE_TIERS = {
 """Names of the tiers on the device, from those that stand still to those that move, and how people call them. The last
 one is everything that torch has counted beside the others."""
 
-HOST_TIERS = {"page_memory_used": "for pages, in use", "page_memory": "for pages", "process": "the whole process"}
-"""Names of the tiers in host memory: each contains the one before it."""
+HOST_TIERS = {
+    "page_memory_used": "for pages, in use",
+    "page_memory": "for pages",
+    "pinned": "pinned",
+    "pageable": "pageable",
+    "process": "the whole process",
+}
+"""Names of the tiers in host memory. The process is what is pinned, all of it for pages, and what is pageable; where
+pinning was refused, pages are in pageable memory."""
 
 LINES_PER_STREAM = 4000
 """Most lines about both sweeps over one stream; of more chunks, neighbours share lines."""
@@ -77,7 +85,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class MemorySources:
-    """Where a report asks for what an event does not say; bytes."""
+    """Where a report asks for what an event does not say; bytes and seconds."""
 
     standing: Callable[[str, What], Mapping[str, int]]
     """Tiers on the device that stay from chunk to chunk, given the device and the sweep."""
@@ -85,6 +93,8 @@ class MemorySources:
     """Tiers in host memory, without the process."""
     copied: Callable[[], Mapping[str, int]]
     """Pages moved so far, ``"up"`` and ``"down"``."""
+    waited: Callable[[], float] = lambda: 0.0
+    """Seconds that the device stood still for copies so far."""
 
 
 class MemoryReport:
@@ -97,12 +107,15 @@ class MemoryReport:
             counts as a step.
         peaks: of every tier so far, by its name; ``"allocated"`` and ``"reserved"`` are torch's.
         copied: bytes of pages moved ``"up"`` to the device and ``"down"`` to the host, as of the last sample.
+        waited: seconds that the device stood still for copies, as of the last sample.
     """
 
     def __init__(self, sources: MemorySources) -> None:
         self.step: int | None = None
         self.peaks: dict[str, Peak] = {}
         self.copied: dict[str, int] = {}
+        self.waited = 0.0
+        self._lately: dict[str, Peak] = {}
         self._sources = sources
         self._streams = 0
         self._started = time.perf_counter()
@@ -146,6 +159,11 @@ class MemoryReport:
         self._path = path
         self._flush()
 
+    def take_peaks(self) -> dict[str, int]:
+        """Bytes of the peaks since the last call."""
+        lately, self._lately = self._lately, {}
+        return {name: peak.num_bytes for name, peak in lately.items()}
+
     def peaks_as_dict(self) -> dict[str, dict[str, Any]]:
         """The peaks for JSON."""
         return {name: asdict(peak) for name, peak in self.peaks.items()}
@@ -156,7 +174,7 @@ class MemoryReport:
 
     def table(self) -> str:
         """The peaks in GiB, a row per tier, and when each was."""
-        return peak_table(self.peaks, self.copied)
+        return peak_table(self.peaks, self.copied, self.waited)
 
     def _group_size(self, num_chunks: int) -> int:
         """Neighbouring samples that share lines, two at most."""
@@ -165,7 +183,8 @@ class MemoryReport:
 
     def _sample(self, what: What, kept: Mapping[str, int]) -> Line:
         device = dict(self._sources.standing(self._device, what)) | dict(kept)
-        self.copied = dict(self._sources.copied())
+        self.copied, self.waited = dict(self._sources.copied()), round(self._sources.waited(), 4)
+        host, process = dict(self._sources.host()), host_bytes()
         allocator = _allocator(self._device)
         if allocator:
             device["activations"] = max(0, allocator["peak"] - sum(device.values()))
@@ -175,12 +194,14 @@ class MemoryReport:
             "sweep": what,
             "device": {name: size for name, size in device.items() if size},
             **allocator,
-            "host": {**self._sources.host(), "process": host_bytes()},
+            "host": {**host, "pageable": max(0, process - host.get("pinned", 0)), "process": process},
             "copied": self.copied,
+            "waited": self.waited,
         }
 
     def _remember(self, line: Line) -> None:
-        _raise_peaks(self.peaks, _peaks_in(line))
+        for peaks in (self.peaks, self._lately):
+            _raise_peaks(peaks, _peaks_in(line))
 
     def _write(self, lines: Iterable[Line]) -> None:
         self._pending.extend(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
@@ -304,11 +325,12 @@ def _lines_with_steps(path: Path) -> list[tuple[str, int]]:
     return found
 
 
-def peak_table(peaks: Mapping[str, Peak], copied: Mapping[str, int]) -> str:
+def peak_table(peaks: Mapping[str, Peak], copied: Mapping[str, int], waited: float = 0.0) -> str:
     """The peaks in GiB, a row per tier, and when each was.
 
     Args:
         copied: pages moved ``"up"`` and ``"down"``; no row where nothing was moved.
+        waited: seconds that the device stood still for that.
     """
     rows = [("peak memory, GiB", "", "when")]
     names = {"allocated": "GPU", "reserved": "GPU, reserved by torch"}
@@ -317,6 +339,7 @@ def peak_table(peaks: Mapping[str, Peak], copied: Mapping[str, int]) -> str:
     rows += [(words, gib(peaks[name].num_bytes), peaks[name].when) for name, words in names.items() if name in peaks]
     if any(copied.values()):
         rows += [(f"pages copied to the {place}", gib(copied[way]), "in all") for way, place in _WAYS.items()]
+        rows.append(("GPU waited for copies, s", f"{waited:,.2f}", "in all"))
     width = max(len(name) for name, _, _ in rows)
     return "\n".join(f"{name:<{width}} {size:>9}  {when}".rstrip() for name, size, when in rows)
 

@@ -80,8 +80,8 @@ class Offload:
                 "The pages of this document need more host memory than they may have.\n"
                 f"  Needed: {gib_above(needed)} GiB beside those on the device; the limit is "
                 f"{gib_text(self._budget)} GiB (host_memory_gib={self.host_memory_gib}).\n"
-                "  Set page_grad_dtype='bfloat16', page_dtype='float8' or (sparse attention) page_budget, train on "
-                f"shorter documents, or set host_memory_gib={gib_above(needed)} where the machine has it."
+                "  Set page_grad_dtype='bfloat16', page_dtype='float8' or, with sparse attention, page_budget; "
+                f"train on shorter documents, or set host_memory_gib={gib_above(needed)} where the machine has it."
             )
         return needed
 
@@ -119,11 +119,16 @@ class Offload:
         return self.arena is not None and self.arena.pinned
 
     def host_bytes(self) -> dict[str, int]:
-        """Host memory for pages: what there is, and what of it is in use."""
+        """Host memory for pages: what there is, what of it is in use, and what is pinned."""
         arena = self.arena
         if arena is None:
-            return {"page_memory_used": 0, "page_memory": 0}
-        return {"page_memory_used": arena.num_bytes - arena.free_bytes, "page_memory": arena.num_bytes}
+            return {"page_memory_used": 0, "page_memory": 0, "pinned": 0}
+        there = arena.num_bytes
+        return {
+            "page_memory_used": there - arena.free_bytes,
+            "page_memory": there,
+            "pinned": there if arena.pinned else 0,
+        }
 
     def copied_bytes(self) -> dict[str, int]:
         """Of pages copied so far, ``"up"`` to the device and ``"down"`` to the host."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from oomb_accel.pages import Wanted
 from oomb_accel.schedule import Chunk, PageRange
+from oomb_accel.selection_tally import SelectionTally
 from oomb_kernels import PageLists, page_mass, pool_queries, top_pages
 
 POOLED_TOKENS = 16
@@ -95,6 +96,13 @@ class TouchedPages:
         named_GN = np.unpackbits(self._bits.numpy(), axis=1, count=self._num_pages, bitorder="little")
         return np.ascontiguousarray(named_GN.T).view(bool)
 
+    def distinct(self) -> npt.NDArray[np.int64] | None:
+        """How many there are, ``[G]``; None where the device is not there yet."""
+        if self._copied is not None and not self._copied.query():
+            return None
+        named_GN = np.unpackbits(self._bits.numpy(), axis=1, count=self._num_pages, bitorder="little")
+        return named_GN.sum(1, dtype=np.int64)
+
     def numbers(self) -> npt.NDArray[np.int32]:
         """The same as places in ``[N, G]`` laid out in a row, found once."""
         if self._numbers is None:
@@ -112,15 +120,22 @@ class PageSelector:
     Args:
         sparse_layers: layers that select pages; all others attend to everything they can reach.
         on_selection: called with every choice.
+        tally: counts what is selected.
     """
 
     def __init__(
-        self, settings: SelectionSettings, sparse_layers: frozenset[int], on_selection: OnSelection | None = None
+        self,
+        settings: SelectionSettings,
+        sparse_layers: frozenset[int],
+        on_selection: OnSelection | None = None,
+        tally: SelectionTally | None = None,
     ) -> None:
         assert settings.page_budget is None or settings.page_budget >= settings.top_k
         self._settings = settings
         self._sparse_layers = sparse_layers
         self._on_selection = on_selection
+        self._tally = tally
+        self._sampled = sorted(sparse_layers)
         self._lists: dict[int, dict[int, PageLists]] = {}
         """By chunk, then layer."""
         self._touched: dict[int, dict[int, TouchedPages]] = {}
@@ -196,6 +211,15 @@ class PageSelector:
         self._touched.setdefault(chunk.index, {})[layer] = TouchedPages(recorded[layer])
         if self._on_selection is not None:
             self._on_selection(layer, chunk, reach, recorded[layer])
+        if self._tally is not None and layer == self._sampled[chunk.index % len(self._sampled)]:
+            self._tally.sample(
+                q_HTD,
+                centroids_GCD,
+                recorded[layer],
+                pooled_tokens=settings.pooled_tokens,
+                scale=scale,
+                softcap=softcap,
+            )
         return recorded[layer]
 
     def recorded(self, layer: int, chunk: Chunk) -> PageLists:
@@ -209,7 +233,10 @@ class PageSelector:
     def release(self, chunk: Chunk) -> None:
         """Forget the chunk's lists: it has run for the last time."""
         self._lists.pop(chunk.index, None)
-        self._touched.pop(chunk.index, None)
+        touched = self._touched.pop(chunk.index, {})
+        if self._tally is not None:
+            for pages in touched.values():
+                self._tally.count(pages.distinct())
 
     def _mass(
         self,

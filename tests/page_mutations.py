@@ -9,6 +9,7 @@ PAGE_GRADIENTS = (
 )
 PAGE_WORKSPACE = ("tests/kernels/test_page_workspace.py",)
 FLOAT8 = ("tests/kernels/test_page_float8.py", "-k", "interpreted or test_kernel or edges")
+PAGE_MASS = ("tests/kernels/test_page_select.py", "-k", "mass and interpreted or far_below and interpreted")
 PAGE_INDEX = ("tests/kernels/test_page_index.py", "-k", "interpreted or public")
 PAGE_FAULTS = {
     ("page_forward.py", PAGE_ATTENTION): {
@@ -20,7 +21,12 @@ PAGE_FAULTS = {
             "    block = first // Q_BLOCK",
             "    block = tl.minimum(tl.program_id(1), num_blocks - 1)",
         ),
-        "forward: first rows of a page again and again": ("(step % SUBS) * BLOCK_N", "0"),
+        "forward: first rows of a page again and again": ("((step + 1) % SUBS) * BLOCK_N", "0"),
+        "forward: second page of a list skipped": ("tl.load(list_at + 1 // SUBS,", "tl.load(list_at + 2 // SUBS,"),
+        "forward: pages of a list behind the second skipped": (
+            "        slot = tl.load(list_at + (step + 2) // SUBS, mask=step + 2 < num_steps, other=0)",
+            "        pass",
+        ),
         "forward: sums not rescaled when scores grow": ("            total *= rescale", "            pass"),
         "forward: output not rescaled when scores grow": ("            acc *= rescale[:, None]", "            pass"),
         "forward: weights that overflow beside the others kept": ("0, 1), 0) == 1:", "0, 1), 0) == 2:"),
@@ -105,7 +111,8 @@ PAGE_FAULTS = {
         "workspace: partial sums forgotten": (" + 4 * num_partials * record_elements", ""),
     },
     ("page_forward.py", FLOAT8): {
-        "forward: V in 8 bits with the scale of K": ("2 * (step // SUBS) + 1, SCALED", "2 * (step // SUBS), SCALED"),
+        "forward: V in 8 bits with the scale of K": ("scale_at + 1, SCALED", "scale_at, SCALED"),
+        "forward: 8 bits with the scales of the first page": ("tl.minimum(step + 1, num_steps - 1)", "0"),
     },
     ("page_dq.py", FLOAT8): {
         "dQ: V in 8 bits with the scale of K": ("2 * (step // SUBS) + 1, SCALED", "2 * (step // SUBS), SCALED"),
@@ -121,6 +128,17 @@ PAGE_FAULTS = {
         "8 bits: small numbers as if they were normal": ("magnitude < 0x3C800000", "magnitude < 0"),
         "8 bits: infinities hidden": ("tl.where(finite, exponent << 23, 0x7FC00000)", "(exponent << 23)"),
         "8 bits: a scale too small for numbers above 1.75 times a power of two": ("(top + 0x1FFFFF)", "(top + 0)"),
+    },
+    ("page_select.py", PAGE_MASS): {
+        "mass: last parts of a document left out": ("range(2):  # whole tiles", "range(1):  # whole tiles"),
+        "mass: parts that do not exist counted": (
+            'tl.where(part[None, :] < num_parts, scores, float("-inf")) if MASKED else scores',
+            "scores",
+        ),
+        "mass: rows that do not exist counted": ('tl.where(exists, top + tl.log2(total), float("inf"))', "top"),
+        "mass: all parts in one split only": ("for split in range(1, tl.num_programs(1))", "for split in range(0)"),
+        "mass: parts of neighbouring pages mixed": ("column // 8 % (PARTS // 2) * 2", "column // 8 % PARTS * 2"),
+        "mass: share of the plain weight left out": ("weights * (weights + PLAIN)", "weights * weights"),
     },
     ("page_index.py", PAGE_INDEX): {
         "index: all but the first unit of a page lost": (

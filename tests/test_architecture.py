@@ -18,7 +18,7 @@ LAYERS = (
     {"plan", "memory_report"},
     {"data"},
     {"host"},
-    {"pages"},
+    {"pages", "selection_tally"},
     {"selection"},
     {"past"},
     {"foresight"},
@@ -32,6 +32,7 @@ LAYERS = (
     {"deepspeed"},
     {"<facade>"},
     {"bench", "training"},
+    {"evaluation"},
     {"cli"},
     {"__main__"},
 )

@@ -30,8 +30,9 @@ class Counters:
         return MemoryReport(
             MemorySources(
                 standing=lambda device, what: {"weights": 10, "gradients": 5 if what == "backward" else 0},
-                host=lambda: {"page_memory_used": self.used, "page_memory": 2 * self.used},
+                host=lambda: {"page_memory_used": self.used, "page_memory": 2 * self.used, "pinned": self.used + 1},
                 copied=lambda: {"up": self.up, "down": 0},
+                waited=lambda: self.up / 2,
             )
         )
 
@@ -72,8 +73,8 @@ def test_a_line_per_chunk(counters: Counters, tmp_path: Path) -> None:
         (step, sweep, chunk) for step in (1, 2) for sweep in ("forward", "backward") for chunk in (1, 2, 3)
     ]
     assert lines[4]["device"] == {"weights": 10, "gradients": 5, "pages": 4}
-    assert lines[4]["host"] == {"page_memory_used": 7, "page_memory": 14, "process": 100}
-    assert lines[4]["copied"] == {"up": 3, "down": 0}
+    assert lines[4]["host"] == {"page_memory_used": 7, "page_memory": 14, "pageable": 92, "pinned": 8, "process": 100}
+    assert lines[4]["copied"] == {"up": 3, "down": 0} and lines[4]["waited"] == 1.5
     assert (lines[4]["tokens_done"], lines[4]["total_tokens"]) == (200, 300)
     assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
 

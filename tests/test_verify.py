@@ -78,7 +78,7 @@ def test_a_model_is_left_as_it_was(folder: Path) -> None:
     ],
 )
 def test_bad_input(folder: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", *(a.format(folder=folder) for a in arguments)]) == 1
+    assert main(["verify", *(a.format(folder=folder) for a in arguments)]) == 2
     assert text in capsys.readouterr().err
 
 
@@ -123,13 +123,13 @@ def test_nonsense_gives_a_message_and_no_traceback(
 ) -> None:
     if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    assert main(["verify", *(a.format(folder=folder) for a in arguments)]) == 1
+    assert main(["verify", *(a.format(folder=folder) for a in arguments)]) == 2
     error = capsys.readouterr().err
     assert text in error and "Traceback" not in error
 
 
 def test_a_folder_without_a_model_gives_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert main(["verify", str(tmp_path)]) == 1
+    assert main(["verify", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "has no config.json" in error and "Traceback" not in error

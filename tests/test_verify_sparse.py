@@ -171,7 +171,7 @@ def test_nonsense_gives_a_message(
     tmp_path: Path, arguments: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen2")
-    assert main(["verify", str(folder), *arguments]) == 1
+    assert main(["verify", str(folder), *arguments]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words) and "Traceback" not in error, error
 
@@ -189,7 +189,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("oomb_accel.cli.verify.load", lambda *_: pytest.fail("work was begun"))
-    assert verify(tmp_path, "--text", str(text), "--json", place) == 1
+    assert verify(tmp_path, "--text", str(text), "--json", place) == 2
     assert "The report cannot be written" in capsys.readouterr().err
 
 

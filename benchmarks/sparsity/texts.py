@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.sparsity.material import Encode
+from oomb_accel.evaluation.planting import FIRST_WORDS, SECOND_WORDS
 
 Ids = NDArray[np.int32]
 FILES_PER_DOCUMENT = 6
@@ -124,19 +125,6 @@ def held_out_documents(texts: Texts, kind: str, num_tokens: int, count: int) -> 
 
 # ---- planted facts ----
 
-_FIRST_WORDS = """
-amber azure brisk calm cedar cobalt coral crisp dusty eager early faint fallow frosty gentle golden hazel hidden
-hollow humble icy ivory jade keen lilac lively lunar maple mellow misty noble olive opal pale polar proud quiet
-rapid rustic sable silent silver snowy solar spicy stern sunny swift tidal umber velvet violet vivid wild
-"""
-_SECOND_WORDS = """
-anchor badger beacon bridge canyon castle comet condor crater dragon falcon forest fossil garden glacier harbor
-heron island jaguar jungle kettle lagoon lantern meadow meteor mirror monsoon mountain ocean orchard otter palace
-panther pebble pepper prairie python quarry rabbit raven river rocket saddle salmon temple thunder tiger tunnel
-turtle valley walrus willow window wizard
-"""
-_FIRST, _SECOND = _FIRST_WORDS.split(), _SECOND_WORDS.split()
-
 
 @dataclass(frozen=True, slots=True)
 class FactDocument:
@@ -159,8 +147,8 @@ def fact_document(
     A code is six random digits, so nothing but its place in the text tells it.
     """
     rng = np.random.default_rng([7, *seed])
-    pairs = rng.permutation(len(_FIRST) * len(_SECOND))[:facts]
-    names = [f"{_FIRST[pair // len(_SECOND)]} {_SECOND[pair % len(_SECOND)]}" for pair in pairs]
+    pairs = rng.permutation(len(FIRST_WORDS) * len(SECOND_WORDS))[:facts]
+    names = [f"{FIRST_WORDS[pair // len(SECOND_WORDS)]} {SECOND_WORDS[pair % len(SECOND_WORDS)]}" for pair in pairs]
     codes = ["".join(map(str, rng.integers(0, 10, 6))) for _ in names]
     asked = rng.permutation(facts)[:questions]
     stated = encode(

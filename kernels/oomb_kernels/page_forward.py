@@ -61,18 +61,23 @@ def page_attention_forward_reference(
 
 @triton.jit
 def _walk(  # type: ignore[no-untyped-def]
-    q, records, list_at, scales_at, num_steps, top, total, acc, factor, cap,
+    q, records, list_at, slot, scales_at, num_steps, top, total, acc, factor, cap,
     ONLINE: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
     UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # The softmax over the pages of one list. ONLINE raises the reference `top` as larger scores come; otherwise it
-    # stays what the other keys gave, which saves a row maximum and a rescaling of the accumulator at every step.
+    # The softmax over the pages of one list, the first of which lies in `slot`. ONLINE raises the reference `top` as
+    # larger scores come; otherwise it stays what the other keys gave, which saves a row maximum and a rescaling of
+    # the accumulator at every step.
+    # A step ends with the scores of the next one, so that copies run beside the softmax. Behind the last step they
+    # are those of a record that nobody asked for, and dropped.
     SUBS: tl.constexpr = P // BLOCK_N
+    row = slot * (2 * P)
+    scale_at = scales_at
+    k = load_tile(records, row, scale_at, SCALED, UP, q.dtype)
+    slot = tl.load(list_at + 1 // SUBS, mask=num_steps > 1, other=0)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     for step in tl.range(0, num_steps, disable_licm=True):  # else addresses of tiles fill registers, and spill
-        row = tl.load(list_at + step // SUBS) * (2 * P) + (step % SUBS) * BLOCK_N
-        k = load_tile(records, row, scales_at + 2 * (step // SUBS), SCALED, UP, q.dtype)
-        v = load_tile(records, row + P, scales_at + 2 * (step // SUBS) + 1, SCALED, UP, q.dtype)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
+        s = s * factor
         if SOFTCAP:
             s = cap * tanh(s)
         if ONLINE:
@@ -83,8 +88,21 @@ def _walk(  # type: ignore[no-untyped-def]
             top = new_top
         p = tl.exp2(s - top[:, None])
         total += tl.sum(p, 1)
+        v = load_tile(records, row + P, scale_at + 1, SCALED, UP, q.dtype)  # here, where its copy is waited for
+        row = slot * (2 * P) + ((step + 1) % SUBS) * BLOCK_N
+        scale_at = scales_at + 2 * (tl.minimum(step + 1, num_steps - 1) // SUBS)
+        k = load_tile(records, row, scale_at, SCALED, UP, q.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        slot = tl.load(list_at + (step + 2) // SUBS, mask=step + 2 < num_steps, other=0)
     return top, total, acc
+
+
+@triton.jit
+def _start(lse, out):  # type: ignore[no-untyped-def]
+    # Where the other keys left off: the LSE in base 2, the sum of weights relative to it, and the output.
+    top = lse.to(tl.float32) * 1.4426950408889634
+    return top, tl.where(top == float("-inf"), 0.0, 1.0), out.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "list_room"])
@@ -109,38 +127,38 @@ def _page_forward_kernel(  # type: ignore[no-untyped-def]
     inside = valid[:, None] & (col[None, :] < D)
     token = row.to(tl.int64)[:, None]
 
-    q_tile = upcast(tl.load(q + head * q_stride_h + token * q_stride_t + col[None, :], mask=inside, other=0.0), UP)
+    # Everything is asked for before anything is waited for: the list of an empty block, too, and q last, which is
+    # stored in shared memory as soon as it comes.
     list_number = group * num_blocks + block
     num_steps = tl.load(counts + list_number) * (P // BLOCK_N)
     list_at = slots + list_number.to(tl.int64) * list_room
+    slot = tl.load(list_at)
     scales_at = scales + list_number.to(tl.int64) * list_room * 2
     if OTHERS:
-        other_lse_at = other_lse + head * other_lse_stride_h + row.to(tl.int64) * other_lse_stride_t
-        top = tl.load(other_lse_at, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
-        total = tl.where(top == float("-inf"), 0.0, 1.0)
-        other_at = other_out + head * other_stride_h + token * other_stride_t + col[None, :]
-        acc = tl.load(other_at, mask=inside, other=0.0).to(tl.float32)
-        top, total, acc = _walk(
-            q_tile, records, list_at, scales_at, num_steps, top, total, acc, factor, cap,
-            False, SCALED, SOFTCAP, P, BLOCK_N, UP, PRECISION,
-        )  # fmt: skip
-        # Weights that the dtype of the product cannot hold, or a row without other keys: once more, online.
-        if tl.max(tl.where(total < LIMIT, 0, 1), 0) == 1:
-            top = tl.load(other_lse_at, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
-            total = tl.where(top == float("-inf"), 0.0, 1.0)
-            acc = tl.load(other_at, mask=inside, other=0.0).to(tl.float32)
-            top, total, acc = _walk(
-                q_tile, records, list_at, scales_at, num_steps, top, total, acc, factor, cap,
-                True, SCALED, SOFTCAP, P, BLOCK_N, UP, PRECISION,
-            )  # fmt: skip
+        lse_at = other_lse + head * other_lse_stride_h + row.to(tl.int64) * other_lse_stride_t
+        out_at = other_out + head * other_stride_h + token * other_stride_t + col[None, :]
+        given_lse = tl.load(lse_at, mask=valid, other=0.0)
+        given_out = tl.load(out_at, mask=inside, other=0.0)
+    q_tile = upcast(tl.load(q + head * q_stride_h + token * q_stride_t + col[None, :], mask=inside, other=0.0), UP)
+    if OTHERS:
+        top, total, acc = _start(given_lse, given_out)
     else:
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        top, total, acc = _walk(
-            q_tile, records, list_at, scales_at, num_steps, top, total, acc, factor, cap,
-            True, SCALED, SOFTCAP, P, BLOCK_N, UP, PRECISION,
-        )  # fmt: skip
+    top, total, acc = _walk(
+        q_tile, records, list_at, slot, scales_at, num_steps, top, total, acc, factor, cap,
+        not OTHERS, SCALED, SOFTCAP, P, BLOCK_N, UP, PRECISION,
+    )  # fmt: skip
+    if OTHERS:  # noqa: SIM102 - decided when compiled
+        # Weights that the dtype of the product cannot hold, or a row without other keys: once more, online.
+        if tl.max(tl.where(total < LIMIT, 0, 1), 0) == 1:
+            given_lse = tl.load(lse_at, mask=valid, other=0.0)
+            top, total, acc = _start(given_lse, tl.load(out_at, mask=inside, other=0.0))
+            top, total, acc = _walk(
+                q_tile, records, list_at, slot, scales_at, num_steps, top, total, acc, factor, cap,
+                True, SCALED, SOFTCAP, P, BLOCK_N, UP, PRECISION,
+            )  # fmt: skip
     safe = tl.where(total > 0, total, 1.0)
     tl.store(out + head * out_stride_h + token * out_stride_t + col[None, :], acc / safe[:, None], mask=inside)
     row_lse = tl.where(total > 0, (top + tl.log2(safe)) * 0.6931471805599453, float("-inf"))

@@ -83,114 +83,129 @@ def top_pages_reference(mass_GBN: Tensor, k: int) -> Tensor:
 
 @triton.jit
 def _load_rows(  # type: ignore[no-untyped-def]
-    pooled, place, group, num_rows, stride_h, stride_r,
-    BLOCKS: tl.constexpr, SHARES: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, UP: tl.constexpr,
+    pooled, head, row, exists, stride_h, stride_r, D: tl.constexpr, BLOCK_D: tl.constexpr, UP: tl.constexpr
 ):  # fmt: skip
-    # The place's rows, and which of them exist: of BLOCKS whole blocks, or one of the SHARES of one. Rows of a block
-    # are numbered head by head.
-    ROWS: tl.constexpr = BLOCK_M // BLOCKS
-    number = tl.arange(0, BLOCK_M)
-    block = place // SHARES * BLOCKS + number // ROWS
-    number = place % SHARES * ROWS + number % ROWS
-    head = number // BLOCK_ROWS
-    row = block * BLOCK_ROWS + number % BLOCK_ROWS
-    exists = (head < GROUP) & (row < num_rows)
     col = tl.arange(0, BLOCK_D)
-    at = pooled + (group * GROUP + head.to(tl.int64))[:, None] * stride_h + row.to(tl.int64)[:, None] * stride_r
-    return upcast(tl.load(at + col[None, :], mask=exists[:, None] & (col[None, :] < D), other=0.0), UP), exists
+    at = pooled + head.to(tl.int64)[:, None] * stride_h + row.to(tl.int64)[:, None] * stride_r + col[None, :]
+    return upcast(tl.load(at, mask=exists[:, None] & (col[None, :] < D), other=0.0), UP)
 
 
 @triton.jit
 def _scores(  # type: ignore[no-untyped-def]
     rows, centroids, part, num_parts, stride_c, factor, cap,
-    CAPPED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    # Scores of rows and parts in units of log 2; -inf for parts that do not exist.
-    col = tl.arange(0, BLOCK_D)
-    at = centroids + part.to(tl.int64)[None, :] * stride_c + col[:, None]
-    means = upcast(tl.load(at, mask=(part[None, :] < num_parts) & (col[:, None] < D), other=0.0), UP)
-    scores = tl.dot(rows, means, input_precision=PRECISION) * factor
-    if CAPPED:
-        scores = cap * tanh(scores)
-    return tl.where(part[None, :] < num_parts, scores, float("-inf"))
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_parts", "split_parts"])
-def _partial_lse_kernel(  # type: ignore[no-untyped-def]
-    pooled, centroids, lse, num_rows, num_parts, split_parts, factor, cap,
-    pooled_stride_h, pooled_stride_r, centroids_stride_g, centroids_stride_c,
-    BLOCKS: tl.constexpr, SHARES: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # grid: (places: query blocks, a few together or in shares of their rows; KV heads; splits of the parts)
-    place = tl.program_id(0)
-    group = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    rows, _ = _load_rows(
-        pooled, place, group, num_rows, pooled_stride_h, pooled_stride_r,
-        BLOCKS, SHARES, GROUP, BLOCK_ROWS, D, BLOCK_M, BLOCK_D, UP,
+    # Scores of rows and parts; MASKED where some parts may not exist, and have -inf. In units of log 2 where CAPPED,
+    # otherwise the caller multiplies by the factor, in one instruction with what it subtracts.
+    col = tl.arange(0, BLOCK_D)
+    at = centroids + part.to(tl.int64)[None, :] * stride_c + col[:, None]
+    if MASKED:
+        means = tl.load(at, mask=(part[None, :] < num_parts) & (col[:, None] < D), other=0.0)
+    elif BLOCK_D != D:
+        means = tl.load(at, mask=col[:, None] < D, other=0.0)
+    else:
+        means = tl.load(at)
+    scores = tl.dot(rows, upcast(means, UP), input_precision=PRECISION)
+    if CAPPED:
+        scores = cap * tanh(scores * factor)
+    return tl.where(part[None, :] < num_parts, scores, float("-inf")) if MASKED else scores
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts", "split_parts", "all_rows"])
+def _lse_kernel(  # type: ignore[no-untyped-def]
+    pooled, centroids, lse, num_rows, num_parts, split_parts, all_rows, factor, cap,
+    pooled_stride_h, pooled_stride_r, centroids_stride_g, centroids_stride_c,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAPPED: tl.constexpr, UP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # grid: (tiles of the rows of a group, head by head; splits of the parts; KV heads)
+    group = tl.program_id(2).to(tl.int64)
+    split = tl.program_id(1)
+    number = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = number < all_rows
+    rows = _load_rows(
+        pooled, group * GROUP + number // num_rows, number % num_rows, exists, pooled_stride_h, pooled_stride_r,
+        D, BLOCK_D, UP,
     )  # fmt: skip
+    unit = 1.0 if CAPPED else factor
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     first = split * split_parts
-    for start in range(first, tl.minimum(first + split_parts, num_parts), BLOCK_N):
-        part = start + tl.arange(0, BLOCK_N)
-        scores = _scores(
-            rows, centroids + group * centroids_stride_g, part, num_parts, centroids_stride_c, factor, cap,
-            CAPPED, D, BLOCK_D, UP, PRECISION,
-        )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(scores, 1))  # finite: every tile holds a part that exists
-        total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(scores - new_top[:, None]), 1)
-        top = new_top
-    at = (group * tl.num_programs(0) + place) * tl.num_programs(2) + split
-    tl.store(lse + at * BLOCK_M + tl.arange(0, BLOCK_M), top + tl.log2(total))
+    end = tl.minimum(first + split_parts, num_parts)
+    whole = first + (end - first) // BLOCK_N * BLOCK_N
+    for LAST in tl.static_range(2):  # whole tiles, then what is left: masks take time
+        for start in tl.range(whole if LAST else first, end if LAST else whole, BLOCK_N):
+            scores = _scores(
+                rows, centroids + group * centroids_stride_g, start + tl.arange(0, BLOCK_N), num_parts,
+                centroids_stride_c, factor, cap, LAST == 1, CAPPED, D, BLOCK_D, UP, PRECISION,
+            )  # fmt: skip
+            new_top = tl.maximum(top, tl.max(scores, 1) * unit)  # finite: every tile holds a part that exists
+            total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(scores * unit - new_top[:, None]), 1)
+            top = new_top
+    tl.store(lse + (group * tl.num_programs(1) + split) * all_rows + number, top + tl.log2(total), mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_blocks", "num_parts", "split_parts"])
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "num_parts", "split_parts", "all_rows"])
 def _mass_kernel(  # type: ignore[no-untyped-def]
-    pooled, centroids, lse, mass, num_rows, num_blocks, num_parts, split_parts, factor, cap,
+    pooled, centroids, lse, mass, num_rows, num_blocks, num_parts, split_parts, all_rows, factor, cap,
     pooled_stride_h, pooled_stride_r, centroids_stride_g, centroids_stride_c,
-    PARTS: tl.constexpr, PLAIN: tl.constexpr,
-    BLOCKS: tl.constexpr, SHARES: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr,
-    UP: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, PLAIN: tl.constexpr, BLOCKS: tl.constexpr, SHARES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAPPED: tl.constexpr, UP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # grid: as above; each element of the mass has one owner
+    # grid: (places: BLOCKS query blocks, or one of the SHARES of the rows of one; splits of the parts; KV heads).
+    # Each element of the mass has one owner.
+    ROWS: tl.constexpr = BLOCK_M // BLOCKS
+    PAGES: tl.constexpr = BLOCK_N // PARTS
+    SPREAD: tl.constexpr = (PARTS > 1) & (4 * PARTS <= BLOCK_N)
     place = tl.program_id(0)
-    group = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    rows, exists = _load_rows(
-        pooled, place, group, num_rows, pooled_stride_h, pooled_stride_r,
-        BLOCKS, SHARES, GROUP, BLOCK_ROWS, D, BLOCK_M, BLOCK_D, UP,
+    group = tl.program_id(2).to(tl.int64)
+    number = tl.arange(0, BLOCK_M)
+    block = place // SHARES * BLOCKS + number // ROWS
+    number = place % SHARES * ROWS + number % ROWS  # in the block, head by head
+    head = number // BLOCK_ROWS
+    row = block * BLOCK_ROWS + number % BLOCK_ROWS
+    exists = (head < GROUP) & (row < num_rows)
+    rows = _load_rows(
+        pooled, group * GROUP + head, row, exists, pooled_stride_h, pooled_stride_r, D, BLOCK_D, UP
     )  # fmt: skip
-    here = group * tl.num_programs(0) + place
-    partial = lse + here * tl.num_programs(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    top = tl.load(partial)
+    partial = lse + group * tl.num_programs(1) * all_rows + head * num_rows + row
+    top = tl.load(partial, mask=exists, other=0.0)
     total = tl.full([BLOCK_M], 1.0, tl.float32)
-    for other in range(1, tl.num_programs(2)):
-        value = tl.load(partial + other * BLOCK_M)
+    for split in range(1, tl.num_programs(1)):
+        value = tl.load(partial + split * all_rows, mask=exists, other=0.0)
         new_top = tl.maximum(top, value)
         total = total * tl.exp2(top - new_top) + tl.exp2(value - new_top)
         top = new_top
-    row_lse = top + tl.log2(total)
+    row_lse = tl.where(exists, top + tl.log2(total), float("inf"))  # rows that do not exist have no weights
+    unit = 1.0 if CAPPED else factor
     num_pages = num_parts // PARTS
     block = place // SHARES * BLOCKS + tl.arange(0, BLOCKS)
-    mass_row = group * num_blocks * SHARES + block * SHARES + place % SHARES
-    first = split * split_parts
-    for start in range(first, tl.minimum(first + split_parts, num_parts), BLOCK_N):
-        part = start + tl.arange(0, BLOCK_N)
-        scores = _scores(
-            rows, centroids + group * centroids_stride_g, part, num_parts, centroids_stride_c, factor, cap,
-            CAPPED, D, BLOCK_D, UP, PRECISION,
-        )  # fmt: skip
-        weights = tl.where(exists[:, None], tl.exp2(scores - row_lse[:, None]), 0.0)
-        weights = tl.sum(tl.reshape(weights, (BLOCKS, BLOCK_M // BLOCKS, BLOCK_N // PARTS, PARTS)), 3)
-        page = start // PARTS + tl.arange(0, BLOCK_N // PARTS)
-        at = mass + mass_row[:, None] * num_pages + page[None, :]
-        inside = (block[:, None] < num_blocks) & (page[None, :] < num_pages)
-        tl.store(at, tl.sum(weights * (weights + PLAIN), 1), mask=inside)
+    mass_at = mass + ((group * num_blocks + block) * SHARES + place % SHARES) * num_pages
+    column = tl.arange(0, BLOCK_N)
+    if SPREAD:
+        # A thread holds columns of a product 8 apart and in pairs: with a page's parts there, it sums them alone.
+        owner = column // (4 * PARTS) * 4 + column // 2 % 4
+        column = owner * PARTS + column // 8 % (PARTS // 2) * 2 + column % 2
+    first = tl.program_id(1) * split_parts
+    end = tl.minimum(first + split_parts, num_parts)
+    whole = first + (end - first) // BLOCK_N * BLOCK_N
+    for LAST in tl.static_range(2):
+        for start in tl.range(whole if LAST else first, end if LAST else whole, BLOCK_N):
+            scores = _scores(
+                rows, centroids + group * centroids_stride_g, start + column, num_parts, centroids_stride_c,
+                factor, cap, LAST == 1, CAPPED, D, BLOCK_D, UP, PRECISION,
+            )  # fmt: skip
+            weights = tl.exp2(scores * unit - row_lse[:, None])
+            if SPREAD:
+                weights = tl.reshape(weights, (BLOCK_M, PAGES // 4, PARTS // 2, 4, 2))
+                weights = tl.reshape(tl.sum(tl.sum(weights, 4), 2), (BLOCKS, ROWS, PAGES))
+            else:
+                weights = tl.sum(tl.reshape(weights, (BLOCKS, ROWS, PAGES, PARTS)), 3)
+            page = start // PARTS + tl.arange(0, PAGES)
+            inside = (block[:, None] < num_blocks) & (page[None, :] < num_pages)
+            tl.store(mass_at[:, None] + page[None, :], tl.sum(weights * (weights + PLAIN), 1), mask=inside)
 
 
 @triton.jit
@@ -250,36 +265,39 @@ def launch_page_mass(
     num_groups, num_parts, _ = centroids_GCD.shape
     assert pooled_HRD.stride(-1) == centroids_GCD.stride(-1) == 1
     group = num_heads // num_groups
+    all_rows = group * num_rows
+    num_blocks = triton.cdiv(num_rows, block_rows)
     wide = pooled_HRD.dtype.itemsize > 2  # tiles of fp32 take twice the shared memory
     block_d = max(16, triton.next_power_of_2(head_dim))
-    max_rows = _MAX_ROWS // 2 if wide else _MAX_ROWS
-    rows = min(max_rows, triton.next_power_of_2(group * block_rows))
-    num_blocks = triton.cdiv(num_rows, block_rows)
-    blocks = min(max_rows // rows, triton.next_power_of_2(num_blocks))
-    block_m = max(16, blocks * rows)  # what the matrix unit takes at least
     block_n = max(parts, 32 if wide else (64 if block_d > 128 else 128))
+    max_rows = _MAX_ROWS // 2 if wide else _MAX_ROWS
+    lse_m = min(max_rows, max(16, triton.next_power_of_2(all_rows)))  # 16: what the matrix unit takes at least
+    rows = min(max_rows, triton.next_power_of_2(group * block_rows))
+    blocks = min(max_rows // rows, triton.next_power_of_2(num_blocks))
+    mass_m = max(16, blocks * rows)
     shares = triton.cdiv(group * block_rows, rows)
     places = triton.cdiv(num_blocks, blocks) * shares
-    mass = pooled_HRD.new_empty(num_groups, num_blocks * shares, num_parts // parts, dtype=torch.float32)
     num_tiles = triton.cdiv(num_parts, block_n)
     splits = min(num_tiles, _MAX_SPLITS, triton.cdiv(_PROGRAMS_WANTED, places * num_groups))
     split_parts = triton.cdiv(num_tiles, splits) * block_n
     splits = triton.cdiv(num_parts, split_parts)
-    lse = pooled_HRD.new_empty(num_groups, places, splits, block_m, dtype=torch.float32)
-    sizes = (num_parts, split_parts, *score_factors(scale, softcap))
+    lse = pooled_HRD.new_empty(num_groups, splits, all_rows, dtype=torch.float32)
+    mass = pooled_HRD.new_empty(num_groups, num_blocks * shares, num_parts // parts, dtype=torch.float32)
+    sizes = (num_parts, split_parts, all_rows, *score_factors(scale, softcap))
     strides = (*pooled_HRD.stride()[:2], *centroids_GCD.stride()[:2])
     constants = {
-        "BLOCKS": blocks, "SHARES": shares, "GROUP": group, "BLOCK_ROWS": block_rows, "D": head_dim,
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d,
-        "CAPPED": softcap is not None, **numeric_mode(pooled_HRD),
+        "GROUP": group, "D": head_dim, "BLOCK_N": block_n, "BLOCK_D": block_d, "CAPPED": softcap is not None,
+        **numeric_mode(pooled_HRD), "num_stages": 2,
     }  # fmt: skip
-    launch = {"num_warps": 4 if block_m <= 64 else 8, "num_stages": 2}
     with torch.cuda.device_of(pooled_HRD):
-        grid = (places, num_groups, splits)
-        _partial_lse_kernel[grid](pooled_HRD, centroids_GCD, lse, num_rows, *sizes, *strides, **constants, **launch)
-        _mass_kernel[grid](
+        _lse_kernel[(triton.cdiv(all_rows, lse_m), splits, num_groups)](
+            pooled_HRD, centroids_GCD, lse, num_rows, *sizes, *strides,
+            BLOCK_M=lse_m, **constants, num_warps=4 if lse_m <= 64 else 8,
+        )  # fmt: skip
+        _mass_kernel[(places, splits, num_groups)](
             pooled_HRD, centroids_GCD, lse, mass, num_rows, num_blocks, *sizes, *strides,
-            PARTS=parts, PLAIN=_PLAIN, **constants, **launch,
+            PARTS=parts, PLAIN=_PLAIN, BLOCKS=blocks, SHARES=shares, BLOCK_ROWS=block_rows,
+            BLOCK_M=mass_m, **constants, num_warps=4 if mass_m <= 64 else 8,
         )  # fmt: skip
     return mass.unflatten(1, (-1, shares)).sum(2) if shares > 1 else mass
 
@@ -318,7 +336,7 @@ def page_mass(
         pooled_HRD: [H, R, D] as `pool_queries` gives them; H a multiple of G. fp32, fp16, bf16 or fp64.
         centroids_GCD: [G, N * parts, D] in the same dtype, N at least 1; any strides but the last.
         parts: mean keys per page, a power of two.
-        scale: of the scores, as in attention.
+        scale: of the scores, as in attention; positive.
         block_rows: pooled rows per query block.
         softcap: scores become `softcap * tanh(score / softcap)`.
 
@@ -328,6 +346,7 @@ def page_mass(
     num_heads, _, head_dim = pooled_HRD.shape
     num_groups = centroids_GCD.shape[0]
     assert num_heads % num_groups == 0 and centroids_GCD.shape[2] == head_dim and centroids_GCD.shape[1] % parts == 0
+    assert scale > 0, scale
     assert pooled_HRD.dtype == centroids_GCD.dtype, f"{pooled_HRD.dtype} queries, {centroids_GCD.dtype} centroids"
     on_gpu = pooled_HRD.is_cuda and pooled_HRD.dtype != torch.float64
     run = launch_page_mass if on_gpu else page_mass_reference

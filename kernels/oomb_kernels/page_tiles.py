@@ -89,10 +89,11 @@ def shared_estimate(kernel: Kernel, tiles: Tiles, head_dim: int, itemsize: int, 
     """Bytes of shared memory that a launch takes at most, on sm_80, sm_89, sm_90 and sm_120.
 
     A program holds the tiles of its own rows and streams two tiles of the other side, each as often as the pipeline
-    has stages. The forward and dQ never hold more than two of those: they first have to load where the next page is,
-    which takes up the other stages. The owners of pages hold a tile of dS on its way out; the sum of dQ holds nothing
-    but what it streams, dS and K. In 16 bits Hopper takes this to within 2 KiB in most calls, the other architectures
-    less. Tiles in e4m3 are held as they come and as they are multiplied. Calibrated on Triton 3.6.
+    has stages. dQ never holds more than two of those: it first has to load where the next page is, which takes up the
+    other stages. The forward has its first tile of K beside the pipeline's. The owners of pages hold a tile of dS on
+    its way out; the sum of dQ holds nothing but what it streams, dS and K. In 16 bits Hopper takes this to within
+    2 KiB in most calls, the other architectures less. Tiles in e4m3 are held as they come and as they are multiplied.
+    Calibrated on Triton 3.6.
     """
     width = triton.next_power_of_2(head_dim)
     if kernel == "backward_sum":
@@ -102,8 +103,10 @@ def shared_estimate(kernel: Kernel, tiles: Tiles, head_dim: int, itemsize: int, 
     streams_records = kernel != "backward_kv"
     own, other = (tiles.block_m, tiles.block_n) if streams_records else (tiles.block_n, tiles.block_m)
     held = own if kernel == "forward" else 2 * own
-    depth = min(tiles.num_stages, 2) if streams_records else tiles.num_stages
+    depth = min(tiles.num_stages, 2) if kernel == "backward_q" else tiles.num_stages
     elements = width * (held + (1 if float8 and streams_records else depth) * 2 * other)
+    if kernel == "forward" and tiles.num_stages > 1 and itemsize <= 2 and not float8:
+        elements += width * tiles.block_n
     if itemsize > 2:
         # FMA reads weights from there as well, and dK and dV a copy of their query rows in another layout.
         elements += tiles.block_m * (tiles.block_n if streams_records else max(tiles.block_n, width))

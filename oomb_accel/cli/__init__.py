@@ -14,6 +14,8 @@ COMMANDS = {
     "train": "fine-tune a model as a recipe says",
     "run": "run a training script unchanged, with chunk recurrence switched on in it",
     "data": "what a recipe would train on: documents, lengths, label masks",
+    "eval": "loss by context length and position, and planted facts, with and without an adapter",
+    "merge": "write a model with its adapter merged in",
     "estimate": "memory, time and cost of a training step, and what fits, without a GPU",
     "report": "what a run did: loss, speed and memory as a table and as plots",
     "verify": "check chunk recurrence against full attention on your own model",

@@ -1,59 +1,74 @@
-"""``oomb report FOLDER``: what a run did, as a table and as plots."""
+"""``oomb report FOLDER ...``: what a run did, as a table, as plots and as a page; several runs side by side."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from oomb_accel.cli.options import Parser
-from oomb_accel.cli.report_data import RunData, read_run
-from oomb_accel.memory_report import gib, peak_table
+from oomb_accel.cli.report_data import RunData, names_of, read_run
+from oomb_accel.cli.report_page import FILE, page_of
+from oomb_accel.cli.report_tables import difference_table, run_table, step_table, text_of
+from oomb_accel.memory_report import peak_table
 
-MOST_ROWS = 20
-"""Steps in the table: the first, the last, and some between."""
+if TYPE_CHECKING:
+    pass
+
+_HEADINGS = {"training": "Loss and speed", "memory": "Memory and page traffic", "comparison": "Loss and speed"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a table, and draw what there are figures for.
+    """Print tables, draw what there are figures for, and write the page.
 
     Returns: 0.
 
     Raises:
-        ValueError: the folder is not that of a run, there is no such step, or plots are wanted and cannot be drawn.
+        ValueError: a folder is not that of a run, there is no such step, or plots are wanted and cannot be drawn.
     """
     options = _parser().parse_args(arguments)
-    run = read_run(Path(options.folder))
+    runs = [read_run(Path(folder)) for folder in options.folders]
     if options.json:
-        print(json.dumps(run.as_dict(), indent=2))
+        found = [run.as_dict() for run in runs]
+        print(json.dumps(found[0] if len(runs) == 1 else {"runs": found}, indent=2))
         return 0
-    print(report_text(run))
+    print(report_text(runs[0]) if len(runs) == 1 else comparison_text(runs))
     if not options.no_plots:
-        out = run.folder if options.out is None else Path(options.out)
-        for path in _draw(run, out, options.step):
-            print(f"drawn {path}")
+        default = runs[0].folder if len(runs) == 1 else Path()
+        for path in _draw(runs, default if options.out is None else Path(options.out), options.step):
+            print(f"written {path}")
     return 0
 
 
 def report_text(run: RunData) -> str:
-    """The report as text."""
+    """The report of one run as text."""
     parts = [_head(run)]
     if run.metrics:
-        parts.append(_step_table(run))
+        parts.append(text_of(step_table(run)))
     if run.peaks:
-        parts.append(peak_table(run.peaks, run.copied()))
+        parts.append(peak_table(run.peaks, run.copied(), run.waited()))
     return "\n\n".join(parts)
 
 
-def _draw(run: RunData, folder: Path, step: int | None) -> list[Path]:
-    """Draw into a folder. Returns the files.
+def comparison_text(runs: Sequence[RunData]) -> str:
+    """Several runs as text."""
+    names = names_of(runs)
+    parts = [text_of(run_table(runs, names), left=1)]
+    differences = difference_table(runs, names)
+    if len(differences) > 1:
+        parts.append("settings that differ:\n" + text_of(differences, left=1))
+    return "\n\n".join(parts)
+
+
+def _draw(runs: Sequence[RunData], folder: Path, step: int | None) -> list[Path]:
+    """Draw into a folder, and write the page. Returns the files.
 
     Raises:
         ValueError: matplotlib is not installed, there is no such folder, or no such step.
     """
     try:
-        from oomb_accel.cli.report_plots import draw_all  # an extra, and slow to import
+        from oomb_accel.cli.report_plots import figures_of, save_png, svg_of  # an extra, and slow to import
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "matplotlib":
             raise
@@ -64,65 +79,68 @@ def _draw(run: RunData, folder: Path, step: int | None) -> list[Path]:
         ) from None
     if not folder.is_dir():
         raise ValueError(f"There is no folder for the plots.\n  Got {folder}.\n  Make it, or leave --out out.")
-    return draw_all(run, folder, step)
+    figures = figures_of(runs, step)
+    paths = save_png(figures, folder)
+    plots = [(_HEADINGS[name], svg_of(figure, name)) for name, figure in figures.items()]
+    paths.append(folder / FILE)
+    paths[-1].write_text(_page(runs, plots), encoding="utf-8")
+    return paths
+
+
+def _page(runs: Sequence[RunData], plots: list[tuple[str, str]]) -> str:
+    if len(runs) > 1:
+        names = names_of(runs)
+        differences = difference_table(runs, names)
+        tables = [("Runs", run_table(runs, names))]
+        tables += [("Settings that differ", differences)] if len(differences) > 1 else []
+        return page_of(f"{len(runs)} runs", ", ".join(str(run.folder) for run in runs), {}, plots, tables)
+    (run,) = runs
+    first, *rest = _head(run).splitlines()
+    texts = [("Peak memory", peak_table(run.peaks, run.copied(), run.waited()))] if run.peaks else []
+    settings = run.settings()
+    if settings:
+        texts.append(("Settings", "\n".join(f"{name}: {value}" for name, value in settings.items())))
+    steps = [("Steps", step_table(run))] if run.metrics else []
+    name = run.folder.absolute().name
+    return page_of(name, " | ".join([first.partition(": ")[2], *rest]), _tiles(run), plots, steps, texts)
+
+
+def _tiles(run: RunData) -> dict[str, str]:
+    """The figures that one looks for first."""
+    heads, row = run_table([run], [""])
+    wanted = {"last loss": "last loss", "tokens/s": "tokens per second", "MFU": "of peak FLOP/s"}
+    wanted |= {"GPU GiB": "peak GPU memory, GiB", "host GiB": "peak host memory, GiB", "copied GiB": "copied, GiB"}
+    found = dict(zip(heads, row, strict=True))
+    return {words: found[head] for head, words in wanted.items() if found[head] != "-"}
 
 
 def _head(run: RunData) -> str:
     tokens = sum(row["tokens"] for row in run.metrics)
+    trained = sum(row.get("trained_tokens", 0) for row in run.metrics)
     seconds = sum(row["seconds"] for row in run.metrics)
     end = "done" if run.summary else "not done, or stopped"
     lines = [f"{run.folder}: {len(run.metrics)} steps, {tokens:,} tokens, {end}"]
     if seconds:
         losses = [row["loss"] for row in run.metrics]
         lines.append(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, {tokens / seconds:,.0f} tokens/s")
+        lines[-1] += f", {trained:,} tokens trained" if trained else ""
     return "\n".join(lines)
-
-
-def _step_table(run: RunData) -> str:
-    """A row per step, or per every so manieth."""
-    moved = run.copied_by_step()
-    heads = ["step", "loss", "grad norm", "tokens", "tokens/s", "seconds", "GPU GiB", "host GiB"]
-    if moved:
-        heads += ["to GPU GiB", "to host GiB"]
-    rows = [heads]
-    for row in _spread(run.metrics, MOST_ROWS):
-        gpu = row.get("peak_gpu_gib")
-        cells = [
-            f"{row['step']}",
-            f"{row['loss']:.4f}",
-            f"{row['grad_norm']:.3f}",
-            f"{row['tokens']:,}",
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['seconds']:.1f}",
-            "-" if gpu is None else f"{gpu:.1f}",
-            f"{row['host_gib']:.1f}",
-        ]
-        if moved:
-            copied = moved.get(row["step"], {"up": 0, "down": 0})
-            cells += [gib(copied["up"]), gib(copied["down"])]
-        rows.append(cells)
-    widths = [max(len(cells[column]) for cells in rows) for column in range(len(heads))]
-    return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)) for cells in rows)
-
-
-def _spread(rows: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most so many rows, evenly, the first and the last among them."""
-    if len(rows) <= most:
-        return rows
-    return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="oomb report",
-        description="What a run of oomb train did: loss, speed and memory as a table, and plots as report_*.png. A "
-        "folder with memory.jsonl alone will do, as the Python API writes it.",
+        description="What a run of oomb train did: loss, speed, memory and page traffic as tables, as plots "
+        "(report_*.png) and as one page (report.html) that opens from disk. Several runs are compared. A folder with "
+        "memory.jsonl alone will do, as the Python API writes it.",
     )
-    parser.add_argument("folder", help="output_dir of the run")
-    parser.add_argument("--out", help="folder for the plots; that of the run if left out")
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="output_dir of a run")
+    parser.add_argument(
+        "--out", help="folder for plots and page; if left out that of the run, or for several runs this one"
+    )
     parser.add_argument(
         "--step", type=int, help="whose memory is drawn; the one with most memory on the device if left out"
     )
-    parser.add_argument("--no_plots", "--no-plots", action="store_true", help="the table only")
+    parser.add_argument("--no_plots", "--no-plots", action="store_true", help="the tables only")
     parser.add_argument("--json", action="store_true", help="everything as JSON, sizes in bytes; no plots")
     return parser

@@ -10,9 +10,9 @@ from typing import Any
 
 from oomb_accel.memory_report import FILE as MEMORY
 from oomb_accel.memory_report import Line, Peak, peaks_of
-from oomb_accel.reading import Unreadable, indented, json_object, shown
+from oomb_accel.reading import Unreadable, file_text, indented, json_object, shown, yaml_value
 
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
 _OF_STEPS = ("step", "loss", "grad_norm", "tokens", "tokens_per_second", "seconds", "host_gib")
 
 
@@ -55,6 +55,27 @@ class RunData:
         steps = self.copied_by_step().values()
         return {way: sum(sums[way] for sums in steps) for way in ("up", "down")}
 
+    def waited(self) -> float:
+        """Seconds that the device stood still for copies, in all steps."""
+        total = before = 0.0
+        for line in self.memory:
+            now = float(line.get("waited", 0.0))
+            total += now - before if now >= before else now  # a run that went on counts anew
+            before = now
+        return total
+
+    def settings(self) -> dict[str, Any]:
+        """Those of the run, the recurrence's as ``oomb.NAME``; nothing where it was not `oomb train`."""
+        path = self.folder / CONFIG
+        try:
+            loaded = yaml_value(file_text(path)) if path.is_file() else None
+        except Unreadable as error:
+            raise ValueError(f"{path} cannot be read.\n  {error}\n  Remove it: the report goes without it.") from None
+        values = loaded if isinstance(loaded, dict) else {}
+        block = values.pop("oomb", None)
+        block = block if isinstance(block, dict) else {}
+        return values | {f"oomb.{name}": value for name, value in block.items()}
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
@@ -62,6 +83,7 @@ class RunData:
             "steps": self.metrics,
             "memory_peaks": {name: asdict(peak) for name, peak in self.peaks.items()},
             "copied": self.copied(),
+            "waited_seconds": self.waited(),
             "copied_by_step": self.copied_by_step(),
             "summary": self.summary,
         }
@@ -110,6 +132,12 @@ def _check_peaks(run: RunData) -> None:
             f"  Got memory_peaks {shown(run.summary.get('memory_peaks'))}.\n"
             "  Remove the file: the report goes without it."
         )
+
+
+def names_of(runs: Sequence[RunData]) -> list[str]:
+    """A short name for each run: the last part of its folder, or all of it where others have the same."""
+    short = [run.folder.absolute().name for run in runs]
+    return [name if short.count(name) == 1 else str(run.folder) for name, run in zip(short, runs, strict=True)]
 
 
 def _lines(path: Path, numbers: Sequence[str]) -> list[dict[str, Any]]:

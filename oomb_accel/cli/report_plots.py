@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import itertools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from oomb_accel.cli.report_data import RunData
+from oomb_accel.cli.report_data import RunData, names_of
 from oomb_accel.memory_report import DEVICE_TIERS, Line
 from oomb_accel.progress import GIB
 
@@ -30,25 +33,31 @@ _COLORS = {
     "activations": "#e3c567",
 }
 _BLUE, _RED, _DARK = "#2f6db3", "#b33a3a", "#30343a"
+_LINES = ("#2f6db3", "#d9822b", "#3d9a5c", "#7a58a6", "#b33a3a", "#2aa5a0", "#8a6d3b", "#c2549d")
+"""Of runs that are compared."""
 _SWEEPS = {"forward": "#ffffff", "backward": "#f0f2f5", "evaluation": "#fbf7ea", "update": "#e4e7ec"}
 
 
-def draw_all(run: RunData, folder: Path, step: int | None) -> list[Path]:
-    """Draw what there are figures for.
+def figures_of(runs: Sequence[RunData], step: int | None) -> dict[str, Figure]:
+    """The figures that there is something for, by name.
 
     Args:
+        runs: one, or several to be compared.
         step: whose memory is drawn; None takes the one with most memory on the device.
-
-    Returns: the files.
 
     Raises:
         ValueError: there are no samples of that step.
     """
     figures = {}
-    if run.memory:
-        figures["memory"] = _memory(run, step)
-    if run.metrics:
-        figures["training"] = _training(run)
+    if any(run.metrics for run in runs):
+        figures["training" if len(runs) == 1 else "comparison"] = _training([run for run in runs if run.metrics])
+    if len(runs) == 1 and runs[0].memory:
+        figures["memory"] = _memory(runs[0], step)
+    return figures
+
+
+def save_png(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """Write ``report_NAME.png`` for each figure. Returns the files."""
     paths = []
     for name, figure in figures.items():
         paths.append(folder / f"report_{name}.png")
@@ -56,29 +65,64 @@ def draw_all(run: RunData, folder: Path, step: int | None) -> list[Path]:
     return paths
 
 
-def _training(run: RunData) -> Figure:
+def svg_of(figure: Figure, name: str) -> str:
+    """A figure to be put into a page: text stays text, and what is dark takes the colour of the page's text.
+
+    Args:
+        name: makes the ids inside differ from those of other figures.
+    """
+    target = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": ["sans-serif"]}):
+        figure.savefig(
+            target, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None, "Creator": None}
+        )
+    text = target.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :].strip(), flags=re.DOTALL)
+    for sweep, color in _SWEEPS.items():
+        text = text.replace(f"fill: {color}", f"fill: var(--{sweep})")
+    text = text.replace('<text style="', '<text style="fill: currentColor; ')
+    for dark in (_DARK, "#000000"):
+        text = text.replace(dark, "currentColor")
+    return text
+
+
+def _training(runs: Sequence[RunData]) -> Figure:
+    """Loss and speed over the steps, a line per run."""
     figure = Figure(figsize=(10, 4))
     left, right = figure.subplots(1, 2)
-    steps = [row["step"] for row in run.metrics]
+    several = len(runs) > 1
     for axes, key, title, color in (
         (left, "loss", "loss per target", _BLUE),
         (right, "tokens_per_second", "tokens per second", _RED),
     ):
-        values = [row[key] for row in run.metrics]
-        smooth = len(values) >= SMOOTHED_FROM
-        marker = "o" if len(values) < SMOOTHED_FROM else None
-        axes.plot(steps, values, color=color, marker=marker, markersize=3.5, lw=1.2, alpha=0.35 if smooth else 1.0)
-        if smooth:
-            width = len(values) // 20
-            axes.plot(steps, _running_mean(values, width), color=color, lw=2, label=f"mean of {2 * width + 1} steps")
-            axes.legend(frameon=False, fontsize=9)
+        for index, (run, name) in enumerate(zip(runs, names_of(runs), strict=True)):
+            shade = _LINES[index % len(_LINES)] if several else color
+            _line(axes, run, key, shade, name if several else None)
         _dress(axes, title)
         axes.set_xlabel("step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    right.set_ylim(0, 1.08 * max(row["tokens_per_second"] for row in run.metrics))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        axes.margins(x=0.03)
+    if several:
+        handles, labels = left.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.0, 0.97), frameon=False, fontsize=9)
+    elif left.get_legend_handles_labels()[0]:
+        left.legend(frameon=False, fontsize=9)
+    right.set_ylim(0, 1.08 * max(row["tokens_per_second"] for run in runs for row in run.metrics))
     right.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     figure.tight_layout(w_pad=3)
     return figure
+
+
+def _line(axes: Axes, run: RunData, key: str, color: str, name: str | None) -> None:
+    """The values of the steps, and their mean where there are many."""
+    steps, values = [row["step"] for row in run.metrics], [row[key] for row in run.metrics]
+    if len(values) < SMOOTHED_FROM:
+        axes.plot(steps, values, color=color, marker="o", markersize=3.5, lw=1.2, label=name)
+        return
+    width = len(values) // 20
+    axes.plot(steps, values, color=color, lw=1.2, alpha=0.3)
+    label = f"mean of {2 * width + 1} steps" if name is None else name
+    axes.plot(steps, _running_mean(values, width), color=color, lw=2, label=label)
 
 
 def _memory(run: RunData, step: int | None) -> Figure:

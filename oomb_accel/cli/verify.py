@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +13,13 @@ from transformers import PreTrainedModel
 from oomb_accel.cli import verify_sparse
 from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
+from oomb_accel.cli.sparse_options import add_sparse_options, joined, sparse_settings
 from oomb_accel.cli.verify_inputs import documents_of, load, trained
 from oomb_accel.cli.verify_tables import parity_rows, parity_table
-from oomb_accel.config import SPARSE_SETTINGS, OombConfig
+from oomb_accel.config import OombConfig
 from oomb_accel.integrations.parity import check_parity, check_parity_low_precision
 from oomb_accel.integrations.support import base_model_of, model_facts, refusals
 from oomb_accel.reading import shown
-from oomb_accel.sources import from_text
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 _DENSE: dict[str, Any] = {
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns: 0 when everything is within its limit, 1 when not.
     """
-    options = _parser().parse_args(_joined(arguments))
+    options = _parser().parse_args(joined(arguments))
     device = _device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("There is no CUDA device here.\n  Got --device cuda.\n  Use --device cpu.")
@@ -88,17 +87,6 @@ def _run_dense(
     return report.passed, {"settings": config.to_dict(), "exactness": parity_rows(report)}
 
 
-def _joined(words: Sequence[str]) -> list[str]:
-    """The words with values such as ``-1,0`` joined to their option: argparse would take them for options."""
-    joined: list[str] = []
-    for word in words:
-        if re.match(r"-\d", word) and joined and re.fullmatch(r"--[\w-]+", joined[-1]):
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="oomb verify",
@@ -142,17 +130,7 @@ def _parser() -> Parser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--all", action="store_true", help="print every gradient, not only the worst ten")
     add_json_option(parser)
-    parser.add_argument("--attention", default="dense", choices=["dense", "sparse"])
-    sparse = parser.add_argument_group(
-        "settings of sparse attention",
-        "as in OombConfig, which oomb train --help explains; but without a --top_k it is 16 on the CPU, of small pages",
-    )
-    for name in SPARSE_SETTINGS:
-        spellings = dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"])
-        if name == "causal_selection":
-            sparse.add_argument(*spellings, action="store_const", const="true")
-        else:
-            sparse.add_argument(*spellings)
+    add_sparse_options(parser, "; but without a --top_k it is 16 on the CPU, of small pages")
     return parser
 
 
@@ -162,8 +140,6 @@ def _config(options: argparse.Namespace) -> OombConfig:
     Raises:
         ValueError: settings that contradict each other, or have no meaning.
     """
-    sparse = {name: getattr(options, name) for name in SPARSE_SETTINGS if getattr(options, name) is not None}
-    place = "the command line"
     return OombConfig(
         attention=options.attention,
         chunk_tokens=options.chunk_tokens,
@@ -171,7 +147,7 @@ def _config(options: argparse.Namespace) -> OombConfig:
         span_tokens=options.span_tokens,
         backend=options.backend,
         progress=False,
-        **{name: from_text(name, str(value), place) for name, value in sparse.items()},
+        **sparse_settings(options),
     )
 
 

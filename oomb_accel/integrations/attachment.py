@@ -27,6 +27,7 @@ from oomb_accel.plan import Choice
 from oomb_accel.progress import ChunkEvent
 from oomb_accel.recurrence import RecurrenceSettings
 from oomb_accel.selection import OnSelection, PageSelector, SelectionSettings
+from oomb_accel.selection_tally import SelectionTally
 
 STATE = "_oomb_attachment"
 """Name of the attribute that holds the attachment, on the model and on its replaced forward."""
@@ -72,6 +73,10 @@ class Attachment:
     """Whether a step has found the model unsharded; looking takes a walk over all modules, so it is done once."""
     on_selection: OnSelection | None = None
     """Told about every selection of pages."""
+    on_stream: Callable[[tuple[int, ...], int], None] | None = None
+    """Told the length of each document and the number of targets of every stream that is trained on."""
+    tally: SelectionTally | None = None
+    """Counts what pages are selected, where somebody wants to know."""
     sparse_layers: frozenset[int] = field(init=False)
     """Layers that select pages; none with dense attention."""
     offload: Offload = field(init=False)
@@ -198,7 +203,7 @@ class Attachment:
             select_per=config.select_per,
             causal_selection=config.causal_selection,
         )
-        return PageSelector(settings, self.sparse_layers, self.on_selection)
+        return PageSelector(settings, self.sparse_layers, self.on_selection, self.tally)
 
     @property
     def settled(self) -> OombConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from oomb_accel.integrations.banner import say
 from oomb_accel.integrations.checkpoints import guard_checkpoints
 from oomb_accel.integrations.collator import TargetsOnly
 from oomb_accel.integrations.memory_watch import watch_memory
+from oomb_accel.integrations.step_metrics import StepMetrics
 from oomb_accel.integrations.switch import sources_of, switch_on
 from oomb_accel.integrations.timeout import set_timeout
 from oomb_accel.integrations.trainer_checks import trainer_refusals, trl_refusals
@@ -37,7 +39,8 @@ class OombCallback(TrainerCallback):
     """Switches chunk recurrence on for the model of a Trainer: ``Trainer(..., callbacks=[OombCallback()])``.
 
     The model is switched on when training begins, because SFTTrainer replaces its forward after it was made. It
-    stays on afterwards, so evaluation is chunked too; ``oomb_accel.disable(model)`` undoes it.
+    stays on afterwards, so evaluation is chunked too; ``oomb_accel.disable(model)`` undoes it. What Trainer logs gets
+    the figures of docs/metrics.md, under names that begin with ``oomb_``.
 
     Args:
         config: the settings, as a config or a mapping. They may also stand in the ``"oomb"`` block of the
@@ -55,6 +58,8 @@ class OombCallback(TrainerCallback):
         self._installed = False
         self._wants_report = memory_report
         self._report: MemoryReport | None = None
+        self._metrics: StepMetrics | None = None
+        self._since: float | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check what is known before anything is sharded, and resolve the block."""
@@ -94,15 +99,20 @@ class OombCallback(TrainerCallback):
         _mask_labels_of(kwargs.get("train_dataloader"))
         if trainer is not None and trainer not in _GUARDED:
             _guard(trainer)
+            _add_figures(trainer, self)
             _GUARDED.add(trainer)
         if self._wants_report:
             self._begin_report(model, args, state, kwargs.get("optimizer"))
+        if attachment.on_stream is None or self._metrics is not None:  # otherwise another callback does so
+            self._metrics, self._since = StepMetrics(model, self._report), None
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._report is not None:
             self._report.step = state.global_step + 1
+        if self._since is None:
+            self._since = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._report is not None:
@@ -115,6 +125,14 @@ class OombCallback(TrainerCallback):
         if self._report is not None and attachment is not None:
             say(attachment, self._report.table())
             self._report.stop()
+
+    def figures(self) -> dict[str, Any]:
+        """Of the steps since the last call, on this rank; nothing between trainings."""
+        since, self._since = self._since, None
+        if self._metrics is None or since is None:
+            return {}
+        found = self._metrics.take(time.perf_counter() - since)
+        return {f"oomb_{name}": value for name, value in found.items() if value is not None}
 
     def _begin_report(self, model: nn.Module, args: TrainingArguments, state: TrainerState, optimizer: Any) -> None:
         if self._report is not None:  # of a training that failed
@@ -201,6 +219,17 @@ def _guard(trainer: Trainer) -> None:
         return plain(model, inputs, prediction_loss_only, *more, **kwargs)
 
     setattr(trainer, plain.__name__, prediction_step)
+
+
+def _add_figures(trainer: Trainer, callback: OombCallback) -> None:
+    """What is logged about training gets our figures. A callback's own ``on_log`` would come behind the trackers'."""
+    plain = trainer.log
+
+    @functools.wraps(plain)
+    def log(logs: dict[str, Any], *more: Any, **kwargs: Any) -> None:
+        plain({**logs, **callback.figures()} if "loss" in logs else logs, *more, **kwargs)
+
+    setattr(trainer, plain.__name__, log)
 
 
 def _with_masked_labels(make_loader: Callable[..., Any]) -> Callable[..., Any]:

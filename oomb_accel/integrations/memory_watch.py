@@ -32,7 +32,11 @@ def watch_memory(model: nn.Module, *, optimizer: Any = None, path: str | Path | 
     """
     state = attachment_of(model)
     memory = _ModelMemory(state, optimizer)
-    report = MemoryReport(MemorySources(memory.standing, state.offload.host_bytes, state.offload.copied_bytes))
+    report = MemoryReport(
+        MemorySources(
+            memory.standing, state.offload.host_bytes, state.offload.copied_bytes, state.offload.waited_seconds
+        )
+    )
     if path is not None:
         report.write_to(Path(path))
     state.listen(report)

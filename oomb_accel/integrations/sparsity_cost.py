@@ -112,18 +112,22 @@ def loss_costs(dense: Sequence[Tensor], sparse: Sequence[Tensor], first_bucket: 
         first_bucket: tokens of the first bucket.
     """
     longest = max(len(losses) for losses in dense) + 1
-    edges = [0, first_bucket]
-    while edges[-1] < longest:
-        edges.append(2 * edges[-1])
-    buckets = [*zip(edges, [*edges[1:-1], longest], strict=False), (0, longest)]
     found = []
-    for first, end in buckets:
+    for first, end in [*position_buckets(first_bucket, longest), (0, longest)]:
         part = slice(max(first - 1, 0), end - 1)  # the loss at index i is that of the token at position i + 1
         d, s = (torch.cat([losses[part] for losses in side]) for side in (dense, sparse))
         if len(d):
             scatter = float((s - d).std()) / math.sqrt(len(d)) if len(d) > 1 else math.nan
             found.append(LossCost(first, end, len(d), float(d.mean()), float(s.mean()), scatter))
     return found
+
+
+def position_buckets(first_bucket: int, longest: int) -> list[tuple[int, int]]:
+    """Positions ``[first, end)`` that double in length, up to ``longest``."""
+    edges = [0, first_bucket]
+    while edges[-1] < longest:
+        edges.append(2 * edges[-1])
+    return list(zip(edges, [*edges[1:-1], longest], strict=False))
 
 
 def gradient_costs(dense: Mapping[str, Tensor], sparse: Mapping[str, Tensor]) -> dict[int | None, GradientCost]:

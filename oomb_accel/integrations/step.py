@@ -58,6 +58,8 @@ def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | Fused
         check_versions("deepspeed")
     choose_settings(state, batch)
     stream, num_passes = _agreed_stream(state, batch, collective=partitioned)
+    if state.on_stream is not None and torch.is_grad_enabled():
+        state.on_stream(tuple(stream.document_tokens), stream.num_targets)
     device = stream.token_index_T.device
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     statistics = TargetStatistics(stream.num_targets, device) if batch.get(FUSED_HEAD_KEYWORD) else None

@@ -38,6 +38,7 @@ from oomb_accel.training.folder import RunFolder
 from oomb_accel.training.model import load_config, load_tokenizer
 from oomb_accel.training.progress_file import read_progress
 from oomb_accel.training.recipe import Recipe
+from oomb_accel.training.trackers import check_trackers
 
 HOST_BYTES = 128 * GIB
 """Assumed for a machine that is not this one."""
@@ -145,6 +146,7 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
     Raises:
         ValueError: whatever of recipe, data and model would be refused before weights are loaded.
     """
+    check_trackers(recipe)
     folder = RunFolder(recipe)
     resolved = resolve(*gather(None, *recipe.oomb_sources()))
     recipe.oomb = resolved.config

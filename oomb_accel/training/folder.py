@@ -25,9 +25,11 @@ from oomb_accel.training.resolved import resolved_yaml
 METRICS, RECIPE, SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
 REPORTS = ("report_*.png", "report.html")
 """What `oomb report` makes."""
+LOGS = "logs"
+"""Folder of trackers that write files."""
 LATEST = "latest"
 RESULTS = ("adapter_*", "model*.safetensors", "model.safetensors.index.json")
-PRODUCTS = (SUMMARY, METRICS, MEMORY, *REPORTS, "checkpoint-*", *RESULTS, RECIPE)
+PRODUCTS = (SUMMARY, METRICS, MEMORY, LOGS, *REPORTS, "checkpoint-*", *RESULTS, RECIPE)
 """What a run leaves and a replacing run removes; other files in the folder are not touched. In this order: first goes
 what says that the run is done, last what says that there is a run."""
 LEFTOVERS = ".saving-*"

@@ -46,6 +46,8 @@ def train(recipe: Recipe) -> Summary:
         run.say(already_done(run))
         return run.summary
     run.say(header(run))
+    if run.trackers is not None:
+        run.trackers.open_services()
     summary = run.summary
     summary.output_dir = str(run.folder.path)
     with StopSignals(lambda: run.updating or run.row is not None) as stop, _says_what_is_left(run):
@@ -63,6 +65,8 @@ def train(recipe: Recipe) -> Summary:
         summary.tokens_per_second = summary.tokens / summary.seconds
         save_result(run)
         summary.last_tokens_loss_after = _last_tokens_loss(run, "after")
+    if run.trackers is not None:
+        run.trackers.close()
     if run.accelerator.is_main_process:
         run.folder.save_summary(summary.to_dict() | {"identity": run.identity.to_dict()})
     # Accelerate's autocast wrapper lies around our forward and has to go first.
@@ -112,6 +116,8 @@ def _one_step(run: Run, step: int, epoch: int, plan: Step) -> None:
         "peak_gpu_gib": summary.peak_gpu_gib,
         "host_gib": host_bytes() / GIB,
     }
+    if run.metrics is not None:  # tokens are those of all devices, the others of this one
+        row = run.metrics.take(seconds) | row
     # From here on the step is done, with all that belongs to it; a stop before leaves nothing of it.
     summary.tokens += tokens
     summary.trained_tokens += targets
@@ -126,6 +132,8 @@ def _one_step(run: Run, step: int, epoch: int, plan: Step) -> None:
         if run.memory is not None:
             run.memory.write_to(run.folder.path / MEMORY)
     run.row = None
+    if run.trackers is not None:
+        run.trackers.log(row, step)
     if step % recipe.logging_steps == 0 or step == run.num_steps:
         run.say(step_line(row, run.num_steps))
 

@@ -61,9 +61,10 @@ def header(run: Run) -> str:
 
 def step_line(row: dict[str, Any], num_steps: int) -> str:
     gpu = "" if row["peak_gpu_gib"] is None else f" | GPU peak {row['peak_gpu_gib']:.1f} GiB"
+    mfu = "" if row.get("mfu") is None else f" | {row['mfu']:.1%} MFU"
     return (
         f"step {row['step']}/{num_steps} | loss {row['loss']:.4f} | lr {row['learning_rate']:.2e} | "
-        f"grad norm {row['grad_norm']:.3f} | {row['tokens_per_second']:,.0f} tok/s | "
+        f"grad norm {row['grad_norm']:.3f} | {row['tokens_per_second']:,.0f} tok/s{mfu} | "
         f"{row['trained_tokens']:,} trained tokens | {row['seconds']:.1f} s{gpu}"
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from oomb_accel.integrations.step_metrics import StepMetrics
 from oomb_accel.memory_report import MemoryReport
 from oomb_accel.progress import ProgressLine
 from oomb_accel.rng import RngState
@@ -18,6 +19,7 @@ from oomb_accel.training.data import Corpus
 from oomb_accel.training.folder import RunFolder
 from oomb_accel.training.identity import Identity
 from oomb_accel.training.recipe import Recipe
+from oomb_accel.training.trackers import Trackers
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +72,10 @@ class Run:
     identity: Identity
     memory: MemoryReport | None = None
     """Where memory goes; None where chunk recurrence is off."""
+    metrics: StepMetrics | None = None
+    """Figures of a step beyond its loss; None where chunk recurrence is off."""
+    trackers: Trackers | None = None
+    """Who gets the figures of every step, beside metrics.jsonl."""
     summary: Summary = field(default_factory=Summary)
     norm_hook: Any = None
     """Holds the norm of the gradient where it can only be measured inside of an engine's step."""

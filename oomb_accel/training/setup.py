@@ -14,6 +14,7 @@ from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.integrations.memory_watch import watch_memory
 from oomb_accel.integrations.prepare import prepare_with
 from oomb_accel.integrations.rope import check_length
+from oomb_accel.integrations.step_metrics import StepMetrics
 from oomb_accel.integrations.timeout import set_timeout
 from oomb_accel.progress import ProgressLine
 from oomb_accel.sampler import LengthBalancedSampler
@@ -35,6 +36,7 @@ from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.reshard import needs_other_shards
 from oomb_accel.training.run import Run, Summary
 from oomb_accel.training.step import NormBeforeUpdate
+from oomb_accel.training.trackers import Trackers, check_trackers
 
 
 def prepare(recipe: Recipe) -> Run:
@@ -43,6 +45,7 @@ def prepare(recipe: Recipe) -> Run:
     Raises:
         ValueError: something in the recipe, the data, the model, the launch or the checkpoint cannot work.
     """
+    check_trackers(recipe)
     folder = RunFolder(recipe)
     accelerator = make_accelerator(recipe)
     resolved = _settings(recipe, accelerator)
@@ -95,6 +98,10 @@ def prepare(recipe: Recipe) -> Run:
         memory=watch_memory(model, optimizer=optimizer) if recipe.oomb.enabled else None,
         finished=finished,
     )
+    if recipe.oomb.enabled:
+        run.metrics = StepMetrics(model, run.memory)
+    if accelerator.is_main_process and not finished:
+        run.trackers = Trackers(recipe, accelerator)
     _add_norm_hook(run)
     check_shared(run)
     keep_frozen_weights_out(run)

@@ -103,12 +103,12 @@ def test_several_paths(run: Run, rows: str, model: str) -> None:
     [
         ([], 2, "give a recipe, or a path"),
         (["--json"], 2, "give a recipe, or a path"),
-        (["ROWS"], 1, "The tokenizer for"),
-        (["ROWS", "--model", "MODEL", "--show", "9"], 1, "There is no document 9"),
-        (["ROWS", "--model", "MODEL", "--max_lenght", "9"], 1, "Did you mean 'max_length'"),
-        (["none.txt", "--model", "MODEL"], 1, "There is no data at 'none.txt'"),
-        (["none.yaml"], 1, "cannot be read"),
-        (["a.yaml", "b.txt"], 1, "One recipe at a time"),
+        (["ROWS"], 2, "The tokenizer for"),
+        (["ROWS", "--model", "MODEL", "--show", "9"], 2, "There is no document 9"),
+        (["ROWS", "--model", "MODEL", "--max_lenght", "9"], 2, "Did you mean 'max_length'"),
+        (["none.txt", "--model", "MODEL"], 2, "There is no data at 'none.txt'"),
+        (["none.yaml"], 2, "cannot be read"),
+        (["a.yaml", "b.txt"], 2, "One recipe at a time"),
     ],
 )
 def test_misuse(run: Run, rows: str, model: str, words: list[str], code: int, said: str) -> None:

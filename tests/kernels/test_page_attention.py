@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from oomb_kernels import AttentionCall, dense_attention_backward, dense_attention_forward
 from tests.kernels.page_checks import EVERYWHERE, KERNELS, PUBLIC, Functions, check, run
-from tests.kernels.page_reference import PATTERNS, SHIFTS, any_lists, make_problem, plain_page_attention
+from tests.kernels.page_reference import PATTERNS, SHIFTS, any_lists, as_lists, make_problem, plain_page_attention
 from tests.kernels.pairwise import pairwise
 from tests.kernels.reference import INTERPRETED, ON_GPU, TRITON_PLACES, assert_equal_by_definition
 
@@ -156,6 +156,27 @@ def test_any_lists(data: st.DataObject) -> None:
         head_dim=4, page_tokens=3, pages=pages, pattern="all", others=data.draw(st.sampled_from(["none", "gaps"])),
     )  # fmt: skip
     check(PUBLIC, replace(problem, lists=chosen))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("page_tokens", [16, 48])
+@pytest.mark.parametrize("others", ["none", "some", "lower"])
+def test_first_and_last_steps_of_a_list(functions: Functions, device: str, others: str, page_tokens: int) -> None:
+    """No page, one, two or three, of one step or of three each. Other keys that are small take the list up twice."""
+    chosen = [[[], [2], [0, 1], [0, 1, 2]], [[0, 1, 2], [], [1], [0, 2]]]
+    sizes: dict[str, Any] = {"tokens": 61, "block_tokens": 16, "page_tokens": page_tokens, "pages": 3}
+    problem = make_problem(dtype=torch.float32, device=device, pattern="all", others=others, **sizes)
+    problem = replace(problem, lists=as_lists(chosen, 3, 3, 16, device))
+    check(functions, problem)
+    first, again = (run(functions, problem, plain_page_attention(problem, torch.float64)) for _ in range(2))
+    assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse), "not the same bits again"
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("page_tokens", [16, 48])
+def test_one_page_is_all_there_is(functions: Functions, device: str, page_tokens: int) -> None:
+    sizes: dict[str, Any] = {"tokens": 37, "block_tokens": 16, "page_tokens": page_tokens, "pages": 1}
+    check(functions, make_problem(dtype=torch.float32, device=device, pattern="all", others="some", **sizes))
 
 
 @EVERYWHERE

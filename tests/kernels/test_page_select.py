@@ -19,6 +19,8 @@ from tests.kernels.reference import (
     token_major,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+
 MassFunction = Callable[..., Tensor]
 TopFunction = Callable[[Tensor, int], Tensor]
 
@@ -113,6 +115,14 @@ def test_mass_of_more_rows_than_one_program_takes(device: str, dtype: torch.dtyp
     check_mass(launch_page_mass, device, dtype, group=35, rows=10, block_rows=8)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 4, 16, 32, 64])
+@pytest.mark.parametrize(("device", "dtype"), TRITON_PLACES)
+def test_mass_of_pages_that_fill_no_tile_or_just_one(device: str, dtype: torch.dtype, parts: int) -> None:
+    """Also of parts that no thread holds together."""
+    for pages in {1, 2, 128 // parts - 1, 128 // parts, 128 // parts + 1, 256 // parts} - {0}:
+        check_mass(launch_page_mass, device, dtype, pages=pages, parts=parts, dim=16)
+
+
 @pytest.mark.parametrize("programs", [1, 4, 9, 10**6])
 @pytest.mark.parametrize(("device", "dtype"), TRITON_PLACES)
 def test_mass_with_pages_split_over_programs(
@@ -158,11 +168,13 @@ def test_pages_far_below_the_best_are_ranked(device: str, dtype: torch.dtype, ma
     assert top_pages(ours, 4).flatten().tolist() == [4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("parts", [1, 8])
 @pytest.mark.parametrize(("device", "dtype"), TRITON_PLACES)
-def test_equal_pages_have_equal_mass_and_the_lowest_are_taken(device: str, dtype: torch.dtype) -> None:
+def test_equal_pages_have_equal_mass_and_the_lowest_are_taken(device: str, dtype: torch.dtype, parts: int) -> None:
+    """To the bit, in whole tiles and in the last one."""
     pooled = token_major(2, 9, 80, dtype, device)
-    centroids = torch.randn(1, 1, 80, device=device).to(dtype).repeat(1, 150, 1)
-    mass = launch_page_mass(pooled, centroids, parts=1, scale=1.0, block_rows=4)
+    centroids = torch.randn(1, 1, 80, device=device).to(dtype).repeat(1, 150 * parts, 1)
+    mass = launch_page_mass(pooled, centroids, parts=parts, scale=1.0, block_rows=4)
     wanted = torch.full_like(mass, 8 / 150 * (1 / 150 + 1e-6))
     wanted[:, 2] /= 4
     assert_equal_by_definition(mass / wanted.max(), wanted / wanted.max(), "mass")

@@ -117,7 +117,7 @@ def test_what_is_no_length(text: str) -> None:
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
     code, text = run(capsys, words)
-    assert code == 1 and message in text and "Traceback" not in text
+    assert code == 2 and message in text and "Traceback" not in text
     assert len(text.strip().splitlines()) <= 3
 
 

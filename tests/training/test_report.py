@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import html.parser
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +86,7 @@ def test_the_report_of_a_real_run(
     assert main(["report", str(out)]) == 0
     said = capsys.readouterr().out
     assert "3 steps, 1,083 tokens, done" in said and f"-> {summary['last_loss']:.4f}" in said
-    table = said[said.index("peak memory, GiB") : said.index("drawn ")].strip().splitlines()
+    table = said[said.index("peak memory, GiB") : said.index("written ")].strip().splitlines()
     printed_by_train = [text.removeprefix("  ") for text in trained.splitlines()]
     assert len(table) > 8 and all(text in printed_by_train for text in table)  # the same in both places
     assert any(text.startswith("pages copied to the host") for text in table)
@@ -104,7 +106,59 @@ def test_without_chunks_there_is_no_memory_file(settings: dict[str, Any], write_
     assert not (out / "memory.jsonl").exists()
     (tmp_path / "pictures").mkdir()
     assert main(["report", str(out), "--out", str(tmp_path / "pictures")]) == 0
-    assert [item.name for item in (tmp_path / "pictures").iterdir()] == ["report_training.png"]
+    assert {item.name for item in (tmp_path / "pictures").iterdir()} == {"report_training.png", "report.html"}
+
+
+def test_the_page_stands_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file with everything in it, in the reader's light or dark."""
+    (run / "config.yaml").write_text("learning_rate: 0.1\nrun_name: <b>\noomb:\n  top_k: 8\n")
+    assert main(["report", str(run)]) == 0
+    assert f"written {run / 'report.html'}" in capsys.readouterr().out
+    page = (run / "report.html").read_text()
+    assert not re.search(r"""(src|href)=["'](?!#)|@import|url\((?!#)|<script""", page)
+    assert page.count("<svg") == page.count("</svg>") == 2 and "<metadata>" not in page
+    assert "prefers-color-scheme: dark" in page and "fill: var(--backward)" in page
+    assert "#000000" not in page[page.index("</style>") :]
+    for words in ("loss per target", "peak memory, GiB", "oomb.top_k: 8", "run_name: &lt;b&gt;", "<th>to GPU GiB</th>"):
+        assert words in page
+    html.parser.HTMLParser().feed(page)
+
+
+def test_runs_are_compared(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    write(other / "metrics.jsonl", [row(step, loss=1.0, mfu=0.25) for step in range(1, 60)])
+    (other / "summary.json").write_text("{}")
+    for folder, rate in ((run, 0.1), (other, 0.2)):
+        (folder / "config.yaml").write_text(
+            f"learning_rate: {rate}\nseed: 1\noomb:\n  top_k: 8\noutput_dir: {folder}\n"
+        )
+    place = tmp_path / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    assert main(["report", str(run), str(other)]) == 0
+    said = capsys.readouterr().out
+    lines = [text.split() for text in said.splitlines()]
+    assert [run.name, "3,", "not", "done", "3,000", "2.9900", "2.9700", "500"] == lines[1][:8]
+    assert lines[2][:7] == ["other", "59,", "not", "done", "59,000", "1.0000", "1.0000"] and "25.0%" in lines[2]
+    assert ["learning_rate", "0.1", "0.2"] in lines and "seed" not in said and "output_dir" not in said
+    assert sorted(item.name for item in place.iterdir()) == ["report.html", "report_comparison.png"]
+    page = (place / "report.html").read_text()
+    assert "<td>learning_rate</td><td>0.1</td><td>0.2</td>" in page and ">other</text>" in page
+    assert main(["report", str(run), str(other), "--json"]) == 0
+    assert [len(item["steps"]) for item in json.loads(capsys.readouterr().out)["runs"]] == [3, 59]
+
+
+def test_waiting_is_summed_over_starts(run: Path) -> None:
+    samples = [
+        line(1, 1.0, "forward", waited=0.5),
+        line(1, 2.0, "backward", waited=2.0),
+        line(2, 1.0, "forward", waited=1.0),
+    ]
+    write(run / "memory.jsonl", samples)
+    assert read_run(run).waited() == 3.0
 
 
 def test_sums_over_steps_and_starts(run: Path) -> None:
@@ -165,15 +219,15 @@ def test_which_step_is_drawn(run: Path, step: int | None) -> None:
     ids=str,
 )
 def test_what_cannot_be_drawn(run: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(run), *words]) == 1
+    assert main(["report", str(run), *words]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_folders_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path / "none")]) == 1
+    assert main(["report", str(tmp_path / "none")]) == 2
     assert "There is no folder" in capsys.readouterr().err
     (tmp_path / "thesis.txt").write_text("mine")
-    assert main(["report", str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "Found thesis.txt" in error and "Traceback" not in error
 
@@ -187,7 +241,7 @@ def test_without_matplotlib(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         return plain(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", fail)
-    assert main(["report", str(run)]) == 1
+    assert main(["report", str(run)]) == 2
     said = capsys.readouterr()
     assert "peak memory, GiB" in said.out
     assert "pip install 'oomb_accel[report]'" in said.err and len(said.err.splitlines()) == 3

@@ -19,7 +19,16 @@ from tests.harness.tolerance import assert_same_bits, assert_same_gradients
 from tests.training.ranks_train import Settings, launched, recipe_of, train_and_die
 
 NUM_STEPS = 7
-CLOCKS = {"seconds", "tokens_per_second", "host_gib", "peak_gpu_gib"}
+CLOCKS = {
+    "seconds",
+    "tokens_per_second",
+    "host_gib",
+    "peak_gpu_gib",
+    "pageable_gib",
+    "waited_seconds",
+    "copy_stall",
+    "mfu",
+}
 
 
 @pytest.fixture

@@ -166,7 +166,8 @@ def test_a_stopped_run_keeps_its_finished_steps(
     out = Path(settings["output_dir"])
     printed = capsys.readouterr().out
     assert f"stopped after step 2 of 3 ({error.__name__})" in printed
-    assert f"the last save is {out / 'checkpoint-2'}; losses are in" in printed
+    where = f"the last save is {out / 'checkpoint-2'}; go on with: oomb train {out / 'config.yaml'} --resume"
+    assert f"{where}; losses are in" in printed
     assert len(metrics(out)) == 2
     base = AutoModelForCausalLM.from_pretrained(settings["model_name_or_path"])
     PeftModel.from_pretrained(base, out / "checkpoint-2")
@@ -196,7 +197,7 @@ def test_a_document_beyond_the_range_is_refused_before_the_first_step(
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows))
     path = write_recipe(settings | {"data_path": str(data), "max_length": None})
-    assert main(["train", str(path)]) == 1
+    assert main(["train", str(path)]) == 2
     said = capsys.readouterr()
     assert "rope_parameters: {rope_type: yarn" in said.err and "step 1" not in said.out
     assert not Path(settings["output_dir"]).exists()
@@ -209,7 +210,7 @@ def test_an_output_folder_that_cannot_be_written_is_refused_at_once(
         raise OSError("No space left on device")
 
     monkeypatch.setattr("tempfile.TemporaryDirectory", full)
-    assert main(["train", str(write_recipe(settings))]) == 1
+    assert main(["train", str(write_recipe(settings))]) == 2
     said = capsys.readouterr()
     assert "cannot be written" in said.err and "No space left" in said.err and "step 1" not in said.out
 
@@ -229,11 +230,11 @@ def test_output_folder_is_respected(
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
     path = str(write_recipe(settings | {"max_steps": 1}))
-    assert main(["train", path]) == 1
+    assert main(["train", path]) == 2
     assert "holds files of something else" in capsys.readouterr().err
     (out / "thesis.txt").unlink()
     assert main(["train", path]) == 0
-    assert main(["train", path]) == 1
+    assert main(["train", path]) == 2
     assert "--overwrite_output_dir" in capsys.readouterr().err
     (out / "thesis.txt").write_text("mine")
     assert main(["train", path, "--overwrite_output_dir"]) == 0
@@ -266,7 +267,7 @@ def test_bad_input_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "long.txt").write_text("x" * 600)
-    assert main(["train", str(write_recipe(settings | changes))]) == 1
+    assert main(["train", str(write_recipe(settings | changes))]) == 2
     captured = capsys.readouterr()
     assert words in captured.err
     assert "Traceback" not in captured.err

@@ -1,0 +1,85 @@
+"""A saved adapter put on its model, with every reason why it does not belong there; for evaluation and for merging."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from transformers import PreTrainedModel
+
+from oomb_accel.integrations.saving import CONFIG, WEIGHTS, check_adapter
+from oomb_accel.training.folder import RECIPE
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The settings of a saved adapter.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            found = ", ".join(sorted(item.name for item in folder.iterdir())[:5]) if folder.is_dir() else "no folder"
+            raise ValueError(
+                f"{str(folder)!r} holds no adapter: {name} is missing.\n  Found: {found or 'nothing'}.\n"
+                "  Give the output_dir of a run with lora_r above 0, or one of its checkpoints."
+            )
+    try:
+        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds {type(values).__name__}, not an object")
+    except ValueError as error:
+        raise ValueError(
+            f"{str(folder / CONFIG)!r} is not a config of PEFT.\n  {error}\n  Save the adapter again, or copy it anew."
+        ) from None
+    return values
+
+
+def rope_of_run(folder: Path) -> dict[str, Any] | None:
+    """The ``rope_parameters`` that an adapter was trained with, where its run has left them beside it: PEFT does not
+    store them, and without them the adapter meets other positions than in training."""
+    for place in (folder, folder.parent):
+        path = place / RECIPE
+        if path.is_file():
+            recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+            values = recipe.get("rope_parameters") if isinstance(recipe, dict) else None
+            return values if isinstance(values, dict) else None
+    return None
+
+
+def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
+    """The model with a saved adapter on it, in evaluation mode.
+
+    Raises:
+        ValueError: the adapter is not complete, is no adapter of this model, or is of a kind that transformers' forward
+            with chunks does not know.
+    """
+    read_config(folder)
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"The adapter in {str(folder)!r} cannot be read.\n  {type(error).__name__}: {error}\n"
+            "  Save it again with this version of PEFT."
+        ) from error
+    base = config.base_model_name_or_path
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"The adapter in {str(folder)!r} is of a kind that is not supported.\n"
+            f"  It is {config.peft_type}, which adds tokens to the text.\n  Use LoRA or another adapter of weights."
+        )
+    config.base_model_name_or_path = model.name_or_path
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(
+            f"The adapter in {str(folder)!r} belongs to another model.\n  {str(error).splitlines()[0]}\n"
+            f"  Give the model that it was trained on{f': its config names {base!r}' if base else ''}."
+        ) from error
+    assert isinstance(adapted, PeftModel)
+    check_adapter(folder, adapted)
+    set_peft_model_state_dict(adapted, load_peft_weights(str(folder), device="cpu"))
+    return adapted.eval()
