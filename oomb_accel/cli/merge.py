@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from oomb_accel.cli.devices import device_named
 from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.evaluation.adapter import put_on, read_config, rope_of_run
@@ -35,9 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: no adapter, not its model, an adapter that cannot be merged, or no place for the result.
     """
     options = _parser().parse_args(arguments)
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("There is no CUDA device here.\n  Got --device cuda.\n  Use --device cpu.")
+    device = device_named(options.device)
     check_writable(options.json)
     name = options.model or _named(options.adapter)
     check_output(options.output_dir)

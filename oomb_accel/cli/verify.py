@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oomb_accel.cli import verify_sparse
+from oomb_accel.cli.devices import device_named
 from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.cli.sparse_options import add_sparse_options, joined, sparse_settings
@@ -19,7 +20,6 @@ from oomb_accel.cli.verify_tables import parity_rows, parity_table
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations.parity import check_parity, check_parity_low_precision
 from oomb_accel.integrations.support import base_model_of, model_facts, refusals
-from oomb_accel.reading import shown
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 _DENSE: dict[str, Any] = {
@@ -33,9 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns: 0 when everything is within its limit, 1 when not.
     """
     options = _parser().parse_args(joined(arguments))
-    device = _device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("There is no CUDA device here.\n  Got --device cuda.\n  Use --device cpu.")
+    device = device_named(options.device)
     is_sparse = options.attention == "sparse"
     for name, value in (verify_sparse.defaults(device) if is_sparse else _DENSE).items():
         if getattr(options, name) is None:
@@ -59,13 +57,6 @@ def main(arguments: Sequence[str]) -> int:
             passed, report = _run_dense(options, config, model, documents, device)
     write_json(report, options.json)
     return 0 if passed else 1
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ValueError(f"There is no such device.\n  Got --device {shown(name)}.\n  Use --device cpu.") from None
 
 
 def _run_dense(

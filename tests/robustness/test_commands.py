@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from oomb_accel.cli import main
 from tests.robustness.bad_inputs import Bad, Place, check
@@ -17,7 +19,11 @@ MODEL = "qwen2.5-7b"
 
 
 def words(*given: str) -> Callable[[Place], list[str]]:
-    return lambda place: [word.replace("MODEL", str(place.model)) for word in given]
+    def typed(place: Place) -> list[str]:
+        names = {"MODEL": str(place.model), "TEXT": place.write("text.txt", "some words " * 30)}
+        return [names.get(word, word) for word in given]
+
+    return typed
 
 
 def report(spoil: Callable[[Path], object], *flags: str) -> Callable[[Place], list[str]]:
@@ -35,6 +41,36 @@ def spoilt_config(place: Place, **changes: Any) -> str:
 
 def put(name: str, text: str | bytes) -> Callable[[Path], object]:
     return lambda out: (out / name).write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def merge(spoil: Callable[[Path], object], *flags: str, out: str = "merged") -> Callable[[Place], list[str]]:
+    """``oomb merge`` of a copy of the adapter that something was done to."""
+
+    def typed(place: Place) -> list[str]:
+        shutil.copytree(place.run / "out", place.folder / "out")
+        spoil(place.folder / "out")
+        return ["merge", str(place.folder / "out"), "--output_dir", out.replace("MODEL", str(place.model)), *flags]
+
+    return typed
+
+
+def cut_adapter(keep: float) -> Callable[[Path], object]:
+    def spoil(out: Path) -> None:
+        path = out / "adapter_model.safetensors"
+        path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
+
+    return spoil
+
+
+def pickled_adapter(out: Path) -> None:
+    path = out / "adapter_model.safetensors"
+    torch.save(load_file(path), out / "adapter_model.bin")
+    path.unlink()
+
+
+def rank_of_two(out: Path) -> None:
+    path = out / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"r": 2}))
 
 
 CASES = [
@@ -67,7 +103,7 @@ CASES = [
     Bad("verify a value", words("verify", "MODEL", "--tokens", "x"), ("--tokens", "'x'")),
     Bad("verify a report nowhere", words("verify", "MODEL", "--json", "/nowhere/a.json"), ("/nowhere",)),
     Bad("verify no text", words("verify", "MODEL", "--text", "nowhere.txt"), ("nowhere.txt",)),
-    Bad("report nothing", words("report"), ("folder", "--help")),
+    Bad("report nothing", words("report"), ("FOLDER", "--help")),
     Bad("report no folder", words("report", "nowhere"), ("nowhere", "output_dir")),
     Bad("report no run", lambda p: ["report", str(p.folder)], ("no run",)),
     Bad("report a file", lambda p: ["report", p.write("a", "x")], ("a file",)),
@@ -92,6 +128,32 @@ CASES = [
     Bad("run nothing", words("run"), ("script", "--help")),
     Bad("run no script", words("run", "nowhere.py"), ("nowhere.py",)),
     Bad("run an option", words("run", "--oomb.chunk", "1", "a.py"), ("--oomb.chunk", "--oomb.chunk_tokens")),
+    Bad("eval nothing", words("eval"), ("model", "--help")),
+    Bad("eval no data", words("eval", "MODEL"), ("--data", "--help")),
+    Bad("eval no such data", words("eval", "MODEL", "--data", "nowhere.txt"), ("nowhere.txt",)),
+    Bad("eval a device", words("eval", "MODEL", "--data", "a.txt", "--device", "tpu9"), ("tpu9", "--device cpu")),
+    Bad("eval a part", words("eval", "MODEL", "--data", "a.txt", "--parts", "fact"), ("fact", "facts")),
+    Bad("eval a number", words("eval", "MODEL", "--data", "a.txt", "--tokens", "x"), ("--tokens", "'x'")),
+    Bad("eval digits", words("eval", "MODEL", "--data", "a.txt", "--tokens", "9" * 5000), ("--tokens",)),
+    Bad("eval depths", words("eval", "MODEL", "--data", "a.txt", "--depths", "nan"), ("--depths", "nan")),
+    Bad("eval an adapter", words("eval", "MODEL", "--data", "TEXT", "--adapter", "no"), ("'no'", "adapter")),
+    Bad("merge nothing", words("merge"), ("adapter", "--help")),
+    Bad("merge no output", words("merge", "a"), ("--output_dir", "--help")),
+    Bad("merge no adapter", words("merge", "nowhere", "--output_dir", "m"), ("'nowhere'", "output_dir")),
+    Bad("merge a model", words("merge", "MODEL", "--output_dir", "m"), ("adapter_config.json",)),
+    Bad("merge a broken config", merge(put("adapter_config.json", "{")), ("adapter_config.json", "JSON")),
+    Bad("merge a config of something", merge(put("adapter_config.json", "{}")), ("model",)),
+    Bad("merge an odd config", merge(put("adapter_config.json", '{"peft_type": "FOO"}')), ("--model",)),
+    Bad("merge another rank", merge(rank_of_two), ("adapter",)),
+    Bad("merge cut off weights", merge(cut_adapter(0.5)), ("adapter_model.safetensors",)),
+    Bad("merge empty weights", merge(cut_adapter(0)), ("adapter_model.safetensors",)),
+    Bad("merge pickled weights", merge(pickled_adapter), ("adapter_model.safetensors is missing",)),
+    Bad("merge a broken recipe", merge(put("config.yaml", "a: [")), ("config.yaml",)),
+    Bad("merge no such model", merge(put("x", ""), "--model", "./nowhere"), ("nowhere",)),
+    Bad("merge to a file", merge(put("x", ""), out="out/x"), ("--output_dir", "file")),
+    Bad("merge to nowhere", merge(put("x", ""), out="/proc/merged"), ("/proc", "another disk")),
+    Bad("merge over a model", merge(put("x", ""), out="MODEL"), ("has a model already",)),
+    Bad("merge a device", merge(put("x", ""), "--device", "tpu9"), ("tpu9", "--device cpu")),
     Bad("train nothing", words("train"), ("recipe", "--help")),
     Bad("train options only", words("train", "--seed", "1"), ("recipe", "--seed")),
 ]  # fmt: skip
