@@ -11,12 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from oomb_accel.reading import shown
+
 Auto = Literal["auto"]
 SPARSE_SETTINGS = (
     *("top_k", "q_block", "sink_pages", "recent_pages", "dense_layers"),
     *("select_per", "page_budget", "causal_selection"),
 )
 """Settings that have a meaning with ``attention="sparse"`` only."""
+_MOST = 2**31 - 1
+"""Of every whole number."""
 
 
 class _Given:
@@ -140,6 +144,7 @@ class OombConfig(_Given):
     def __post_init__(self) -> None:
         for name in _TYPES:
             object.__setattr__(self, name, checked_setting(name, getattr(self, name)))
+        self._check_most()
         for name in ("chunk_tokens", "page_tokens", "span_tokens", "timeout_minutes"):
             if getattr(self, name) != "auto" and getattr(self, name) < 1:
                 raise ValueError(
@@ -166,6 +171,15 @@ class OombConfig(_Given):
                 "  Got backend='cudnn' with deterministic=True.\n"
                 "  Set backend='auto' (takes flash on the GPU) or deterministic=False."
             )
+
+    def _check_most(self) -> None:
+        for name in _TYPES:
+            value = getattr(self, name)
+            if type(value) is int and value > _MOST:
+                raise ValueError(
+                    f"{name} is too large.\n  Got {name}={shown(value)}; the most is {_MOST}.\n"
+                    f"  Set {name}={_default(name)!r} (the default)."
+                )
 
     def _check_sparse(self) -> None:
         """Ranges of the settings of sparse attention, whether or not it is on."""
@@ -232,11 +246,17 @@ class OombConfig(_Given):
         return {name: plain_value(getattr(self, name)) for name in _TYPES}
 
 
-def unknown_key_message(key: str, known: list[str], place: str) -> str:
+def unknown_key_message(key: str, known: list[str], place: str, *, nearest: str | None = None) -> str:
     """The text of the error for a misspelt key: what, where, and the nearest valid one."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    near = [nearest] if nearest else difflib.get_close_matches(key[:100], known, n=1, cutoff=0.5)
     remedy = f"Did you mean {near[0]!r}?" if near else f"Valid keys: {', '.join(sorted(known))}."
-    return f"Unknown key {key!r} in {place}.\n  {remedy}"
+    return f"Unknown key {shown(key)} in {place}.\n  {_number_known(len(known))}\n  {remedy}"
+
+
+def _number_known(number: int) -> str:
+    return (
+        "It is not the one that is known there." if number == 1 else f"It is none of the {number} that are known there."
+    )
 
 
 def checked_setting(name: str, value: Any) -> Any:
@@ -254,7 +274,7 @@ def checked_setting(name: str, value: Any) -> Any:
         return value
     wanted = " or ".join(_spell(option) for option in options)
     raise ValueError(
-        f"{name} has a value that is not allowed.\n  Got {name}={plain_value(value)!r} ({type(value).__name__}).\n"
+        f"{name} has a value that is not allowed.\n  Got {name}={shown(plain_value(value))} ({type(value).__name__}).\n"
         f"  Allowed: {wanted}."
     )
 

@@ -294,11 +294,35 @@ def keep_lines(path: Path, last_step: int) -> None:
     that was cut short goes too. The file is there whole at every moment."""
     if not path.is_file():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step)
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    kept = "".join(line for line, step in _lines_with_steps(path) if step <= last_step)
+    temporary = path.with_name(f".saving-{path.name}")
     temporary.write_text(kept, encoding="utf-8")
     os.replace(temporary, path)
+
+
+def check_lines(path: Path) -> None:
+    """Whether :meth:`keep_lines` can read a file.
+
+    Raises:
+        ValueError: a line that nobody can read, other than one that was cut short by a kill.
+    """
+    if path.is_file():
+        _lines_with_steps(path)
+
+
+def _lines_with_steps(path: Path) -> list[tuple[str, int]]:
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            found.append((line.decode(), int(json.loads(line)["step"])))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise ValueError(
+                f"{path} line {number} cannot be read.\n  Got {line[:80]!r}, no object with a step.\n"
+                f"  Remove that line, or the whole of {path.name}: it is for reports only."
+            ) from None
+    return found
 
 
 def peak_table(peaks: Mapping[str, Peak], copied: Mapping[str, int], waited: float = 0.0) -> str:

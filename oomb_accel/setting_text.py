@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _NOTHING = ("none", "null")
+_DIGITS = 1000
+"""Python refuses to read numbers of some thousand digits."""
 
 
 def value_of_text(text: str, hint: Any) -> Any:
@@ -61,4 +63,4 @@ def _read(text: str, option: Any) -> Any:
 def _is_number(text: str) -> bool:
     """Whether ``int`` reads it: decimal digits, which single underscores may part."""
     digits = text.removeprefix("-")
-    return digits.isascii() and all(part.isdecimal() for part in digits.split("_"))
+    return len(digits) < _DIGITS and digits.isascii() and all(part.isdecimal() for part in digits.split("_"))

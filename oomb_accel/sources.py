@@ -13,14 +13,13 @@ import importlib.util
 import json
 import os
 import typing
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from oomb_accel.config import OombConfig, checked_setting, plain_value, unknown_key_message
+from oomb_accel.reading import Unreadable, file_text, json_value, shown, yaml_value
 from oomb_accel.setting_text import value_of_text
 
 BLOCK = "oomb"
@@ -213,8 +212,8 @@ def from_yaml(path: str | os.PathLike[str]) -> Source:
         ValueError: the file cannot be read, or is no mapping of settings.
     """
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=StrictLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = yaml_value(file_text(Path(path)))
+    except Unreadable as error:
         raise ValueError(
             f"The preset {str(path)!r} cannot be read.\n  {error}\n"
             "  Give the path of a yaml file with lines like: chunk_tokens: 8192"
@@ -248,7 +247,7 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str] | None) ->
                 f"  Got {str(key)!r}: {{{BLOCK!r}: ...}}.\n  Move {BLOCK!r} to the top of the config."
             )
         if key != BLOCK and near:
-            raise ValueError(f"Unknown key {str(key)!r} in {place}.\n  Did you mean {BLOCK!r}?")
+            raise ValueError(unknown_key_message(str(key), [BLOCK], place, nearest=BLOCK))
     if BLOCK not in values:
         return ()
     block = values[BLOCK]
@@ -256,7 +255,7 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str] | None) ->
         return block.sources
     if not isinstance(block, Mapping):
         raise ValueError(
-            f"The {BLOCK} block of {place} must be a mapping.\n  Got {block!r}.\n"
+            f"The {BLOCK} block of {place} must be a mapping.\n  Got {shown(block)}.\n"
             f'  Example: "{BLOCK}": {{"chunk_tokens": 8192}}'
         )
     return (Source(place, "json", dict(block)),)
@@ -275,7 +274,12 @@ def load_deepspeed_config(config: Mapping[str, Any] | str | os.PathLike[str]) ->
         return copy.deepcopy(dict(config))
     text = str(config)
     if os.path.exists(text):
-        text = Path(text).read_text(encoding="utf-8")
+        try:
+            text = file_text(Path(text))
+        except Unreadable as error:
+            raise ValueError(
+                f"The DeepSpeed config {text!r} cannot be read.\n  {error}\n  Give the path of a UTF-8 JSON file."
+            ) from None
     elif not text.lstrip().startswith("{"):
         try:
             text = base64.urlsafe_b64decode(text).decode("utf-8")
@@ -285,9 +289,14 @@ def load_deepspeed_config(config: Mapping[str, Any] | str | os.PathLike[str]) ->
                 "  Give the path of a JSON file, or a dict."
             ) from None
     try:
-        values = json.loads(text, object_pairs_hook=_no_key_twice)
+        values = json_value(text, _no_key_twice)
     except json.JSONDecodeError as error:
         values = _with_comments(text, error, config)
+    except Unreadable as error:
+        raise ValueError(
+            f"The DeepSpeed config {shown(str(config))} cannot be read.\n  {error}\n"
+            '  Example: {"zero_optimization": {"stage": 2}, "oomb": {"chunk_tokens": 8192}}'
+        ) from None
     if not isinstance(values, dict):
         raise ValueError(f"The DeepSpeed config must be one mapping.\n  Got {type(values).__name__}.\n  Write {{...}}.")
     return values
@@ -300,7 +309,7 @@ def _with_comments(text: str, error: json.JSONDecodeError, config: object) -> An
 
         try:
             return hjson.loads(text, object_pairs_hook=_no_key_twice)
-        except hjson.HjsonDecodeError:
+        except (hjson.HjsonDecodeError, RecursionError):
             pass
     raise ValueError(
         f"The DeepSpeed config {str(config)!r} is not valid JSON.\n  {error}\n"
@@ -360,18 +369,3 @@ def _notes(values: Mapping[str, Any], origins: Mapping[str, str], overrides: lis
     if automatic:
         notes.append(f"auto       {', '.join(automatic)}: chosen when the model and its device are known")
     return tuple(notes)
-
-
-class StrictLoader(yaml.SafeLoader):
-    """Yaml without silent losses: a key that stands twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)

@@ -14,6 +14,7 @@ from oomb_accel.bench.figures import FLOOR_FLOPS_PER_SECOND, AttentionRow, atten
 from oomb_accel.bench.timing import device_times
 from oomb_accel.bench.tune import tune, tuning_table
 from oomb_accel.cli import env
+from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.config import unknown_key_message
 from oomb_accel.plan.sizes import parts_of
@@ -96,8 +97,8 @@ def _measured(options: argparse.Namespace, sizes: AttentionSizes, repeats: int) 
     return report
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="oomb bench",
         description="Measure the kernels of sparse attention on this GPU beside dense library attention and "
         "FlexAttention on the same lists: milliseconds and TFLOP/s per visited key, all in one run. The kernels are "

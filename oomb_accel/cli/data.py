@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from oomb_accel.cli.options import Parser
 
 if TYPE_CHECKING:
     from oomb_accel.training.recipe import Recipe
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(USAGE)
         return 0
-    parser = argparse.ArgumentParser(prog="oomb data", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="oomb data", add_help=False)
     parser.add_argument("--model")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--show", type=int, default=1)
@@ -48,8 +49,10 @@ def main(arguments: Sequence[str]) -> int:
     while not paths and settings and not settings[0].startswith("-"):  # behind --model MODEL
         paths.append(settings.pop(0))
     if not paths:
-        print(f"{USAGE}\noomb data: give a recipe, or a path and --model.", file=sys.stderr)
-        return 2
+        raise ValueError(
+            "There is nothing to read.\n  Got no path.\n"
+            "  Please give a recipe, or a path and --model; oomb data --help says more."
+        )
     recipe = _recipe(paths, options.model, settings)
     from oomb_accel.cli.data_report import describe, text_report  # wrong settings are refused before torch is imported
 

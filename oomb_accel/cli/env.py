@@ -8,13 +8,13 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from oomb_accel.host import host_limits
 from oomb_accel.progress import GIB
+from oomb_accel.reading import shown
 
 PACKAGES = (
     "torch",
@@ -36,8 +36,9 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE)
         return 0
     if list(arguments) not in ([], ["--json"]):
-        print(USAGE, file=sys.stderr)
-        return 2
+        raise ValueError(
+            f"oomb env takes no such words.\n  Got {shown(' '.join(arguments))}.\n  Use oomb env, or oomb env --json."
+        )
     report = collect()
     if arguments:
         print(json.dumps(report, indent=2))

@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from oomb_accel.cli.estimate_tables import estimate_report
-from oomb_accel.config import unknown_key_message
+from oomb_accel.cli.options import Parser, number
 from oomb_accel.plan import GPUS, Job, choose, estimate, gpu_named, largest_tokens, read_shape, suggestions
 from oomb_accel.plan.gpus import other_gpu
 from oomb_accel.plan.sizes import GIB
+from oomb_accel.reading import shown
 
 _SWITCH: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
+_MOST_TOKENS = 10**12
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
@@ -27,8 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: an unknown model, GPU or option, or a value that is not allowed.
     """
-    parser = _parser()
-    options = parser.parse_args(_normalised(arguments, parser))
+    options = _parser().parse_args(arguments)
     job, reasons = _chosen(_job(options), options)
     found = estimate(job)
     changes = [] if found.fits else suggestions(job)
@@ -62,32 +63,13 @@ def token_count(text: str) -> int:
         ValueError: something else, or less than two.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KM]?)", text.strip().upper().replace(",", "").replace("_", ""))
-    count = round(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if count < 2:
+    count = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not 2 <= round(min(count, _MOST_TOKENS + 1)) <= _MOST_TOKENS:
         raise ValueError(
-            f"{text!r} is no number of tokens.\n  A document has at least two tokens.\n"
+            f"{shown(text)} is no number of tokens.\n  A document has at least two tokens, and at most 10^12.\n"
             "  Write 131072, 128K or 1M (K is 1,024, M is 1,048,576)."
         )
-    return count
-
-
-def _normalised(arguments: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """The words with options in one spelling (``--host-gib`` is ``--host_gib``).
-
-    Raises:
-        ValueError: an option that there is not, with the nearest one.
-    """
-    known = [name for action in parser._actions for name in action.option_strings]
-    words = []
-    for word in arguments:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            name = "--" + name[2:].replace("-", "_")
-            if name not in known:
-                raise ValueError(unknown_key_message(name, known, "the command line").replace("key", "option", 1))
-            word = name + equals + value
-        words.append(word)
-    return words
+    return round(count)
 
 
 def _job(options: argparse.Namespace) -> Job:
@@ -143,6 +125,8 @@ def _check_range(options: argparse.Namespace, chunk_tokens: int) -> None:
         value = getattr(options, name)
         if value is not None and value < smallest:
             raise ValueError(f"--{name} is too small.\n  Got {value}.\n  Use {smallest} or more.")
+        if isinstance(value, int) and value > _MOST_TOKENS:
+            raise ValueError(f"--{name} is too large.\n  Got {shown(value)}.\n  Use {_MOST_TOKENS} or less.")
     if options.distinct is not None and options.distinct > 1:
         raise ValueError(f"--distinct is a share.\n  Got {options.distinct}.\n  Use 0.25, for example.")
     if options.page_budget is not None and options.page_budget < options.top_k:
@@ -153,10 +137,9 @@ def _check_range(options: argparse.Namespace, chunk_tokens: int) -> None:
         )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="oomb estimate",
-        allow_abbrev=False,
         description="Memory on GPU and host, traffic between them, time and cost of one training step, the longest "
         "document that fits, and which setting to change when one does not. Needs neither GPU nor weights. Exit code 1 "
         "when the step does not fit.",
@@ -181,14 +164,18 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("--page_grad_dtype", choices=["float32", "bfloat16", "auto"], default="float32")
     settings.add_argument("--keep_outputs", choices=list(_SWITCH), default="auto")
     settings.add_argument("--offload", choices=list(_SWITCH), default="auto")
-    settings.add_argument("--device_pages_gib", type=float, help="most GPU memory for pages; what is free if left out")
+    settings.add_argument(
+        "--device_pages_gib", type=number(0, above=True), help="most GPU memory for pages; what is free if left out"
+    )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", default="h200", help=f"one of {', '.join(GPUS)}; default h200")
     machine.add_argument("--gpus", type=int, default=1, help="of one host, each with a document of its own")
-    machine.add_argument("--gpu_gib", type=float, help="memory of a GPU that is not in the list")
-    machine.add_argument("--tflops", type=float, help="its peak of bf16 matrix products")
-    machine.add_argument("--host_gib", type=float, default=128, help="memory of the host, for all GPUs; default 128")
-    machine.add_argument("--price", type=float, help="of one GPU for an hour, for the cost")
+    machine.add_argument("--gpu_gib", type=number(0, above=True), help="memory of a GPU that is not in the list")
+    machine.add_argument("--tflops", type=number(0, above=True), help="its peak of bf16 matrix products")
+    machine.add_argument(
+        "--host_gib", type=number(0), default=128, help="memory of the host, for all GPUs; default 128"
+    )
+    machine.add_argument("--price", type=number(0), help="of one GPU for an hour, for the cost")
     machine.add_argument(
         "--distinct",
         type=float,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 
+from oomb_accel.cli.devices import device_named
 from oomb_accel.cli.eval_options import parse
 from oomb_accel.cli.report_file import check_writable, tables_beside, write_json
 from oomb_accel.cli.sparse_options import sparse_settings
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: something in the options, the data, the model or the adapter cannot work.
     """
     options = parse(arguments)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_named(options.device)
     config = _config(options, device)
     _check_places(options)
     rope = _rope(options)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_file import add_json_option
 from oomb_accel.cli.sparse_options import add_sparse_options, joined
 from oomb_accel.config import unknown_key_message
 from oomb_accel.evaluation.windows import WHOLE
+from oomb_accel.reading import shown
 
 PARTS = ("context", "facts", "position")
 DEPTHS = "5,15,25,35,45,55,65,75,85,95"
@@ -36,10 +38,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="oomb eval",
-        allow_abbrev=False,
         description="What a model makes of long documents, read in chunks, without full logits. With --adapter every "
         "figure is given with the adapter off and on. Attention is dense, as a model is served.",
     )
@@ -142,6 +143,6 @@ def _number(name: str, text: str | None, least: int) -> int | None:
         value = least - 1
     if value < least:
         raise ValueError(
-            f"--{name} has a value that is not allowed.\n  Got {text!r}.\n  Use a whole number from {least} on."
+            f"--{name} has a value that is not allowed.\n  Got {shown(text)}.\n  Use a whole number from {least} on."
         )
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 
+from oomb_accel.cli.devices import device_named
+from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.evaluation.adapter import put_on, read_config, rope_of_run
 from oomb_accel.evaluation.merging import (
@@ -35,9 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: no adapter, not its model, an adapter that cannot be merged, or no place for the result.
     """
     options = _parser().parse_args(arguments)
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("There is no CUDA device here.\n  Got --device cuda.\n  Use --device cpu.")
+    device = device_named(options.device)
     check_writable(options.json)
     name = options.model or _named(options.adapter)
     check_output(options.output_dir)
@@ -96,10 +95,9 @@ def _spell(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="oomb merge",
-        allow_abbrev=False,
         description="Write a model with its adapter merged in: safetensors, config and tokenizer, as transformers and "
         "inference servers load it. Sums are made in fp32 and rounded once. The result is loaded again and its logits "
         "are compared; exit code 1 when they are off.",

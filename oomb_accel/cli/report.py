@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_data import RunData, names_of, read_run
 from oomb_accel.cli.report_page import FILE, page_of
 from oomb_accel.cli.report_tables import difference_table, run_table, step_table, text_of
@@ -127,10 +127,9 @@ def _head(run: RunData) -> str:
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="oomb report",
-        allow_abbrev=False,
         description="What a run of oomb train did: loss, speed, memory and page traffic as tables, as plots "
         "(report_*.png) and as one page (report.html) that opens from disk. Several runs are compared. A folder with "
         "memory.jsonl alone will do, as the Python API writes it.",

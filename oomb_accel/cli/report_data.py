@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from oomb_accel.memory_report import FILE as MEMORY
 from oomb_accel.memory_report import Line, Peak, peaks_of
+from oomb_accel.reading import Unreadable, file_text, indented, json_object, shown, yaml_value
 
 METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
+_OF_STEPS = ("step", "loss", "grad_norm", "tokens", "tokens_per_second", "seconds", "host_gib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,13 @@ class RunData:
     def settings(self) -> dict[str, Any]:
         """Those of the run, the recurrence's as ``oomb.NAME``; nothing where it was not `oomb train`."""
         path = self.folder / CONFIG
-        loaded = yaml.safe_load(path.read_text("utf-8")) if path.is_file() else None
+        try:
+            loaded = yaml_value(file_text(path)) if path.is_file() else None
+        except Unreadable as error:
+            raise ValueError(f"{path} cannot be read.\n  {error}\n  Remove it: the report goes without it.") from None
         values = loaded if isinstance(loaded, dict) else {}
-        block = values.pop("oomb", None) or {}
+        block = values.pop("oomb", None)
+        block = block if isinstance(block, dict) else {}
         return values | {f"oomb.{name}": value for name, value in block.items()}
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,15 +100,38 @@ def read_run(folder: Path) -> RunData:
             f"There is no folder {str(folder)!r}.\n  Got {'a file' if folder.exists() else 'nothing'} there.\n"
             "  Give the output_dir of a run."
         )
-    metrics, memory = _lines(folder / METRICS), _lines(folder / MEMORY)
+    metrics, memory = _lines(folder / METRICS, _OF_STEPS), _lines(folder / MEMORY, ("step",))
     if not metrics and not memory:
         found = ", ".join(sorted(item.name for item in folder.iterdir())[:5]) or "nothing"
         raise ValueError(
             f"There is no run in {str(folder)!r}: neither {METRICS} nor {MEMORY}.\n  Found {found}.\n"
             "  Give the output_dir of a run whose first step is done."
         )
-    summary = folder / SUMMARY
-    return RunData(folder, metrics, memory, json.loads(summary.read_text("utf-8")) if summary.is_file() else {})
+    run = RunData(folder, metrics, memory, _summary(folder / SUMMARY))
+    _check_peaks(run)
+    return run
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json_object(path)
+    except Unreadable as error:
+        raise ValueError(f"{path} cannot be read.\n  {error}\n  Remove it: the report goes without it.") from None
+
+
+def _check_peaks(run: RunData) -> None:
+    try:
+        found = run.peaks
+    except (TypeError, AttributeError, ValueError):
+        found = None
+    if found is None:
+        raise ValueError(
+            f"{run.folder / SUMMARY} or {MEMORY} beside it is not what oomb train writes.\n"
+            f"  Got memory_peaks {shown(run.summary.get('memory_peaks'))}.\n"
+            "  Remove the file: the report goes without it."
+        )
 
 
 def names_of(runs: Sequence[RunData]) -> list[str]:
@@ -113,8 +140,28 @@ def names_of(runs: Sequence[RunData]) -> list[str]:
     return [name if short.count(name) == 1 else str(run.folder) for name, run in zip(short, runs, strict=True)]
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path, numbers: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of a file, each with these fields as numbers."""
     if not path.is_file():
         return []
-    whole = (line for line in path.read_text("utf-8").splitlines(keepends=True) if line.endswith("\n"))
-    return [json.loads(line) for line in whole]
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            row = json.loads(line)
+            wrong = next((name for name in numbers if not isinstance(row[name], (int, float))), None)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _not_ours(path, number, str(error)) from None
+        except KeyError as error:
+            raise _not_ours(path, number, f"it has no {error}") from None
+        if wrong is not None:
+            raise _not_ours(path, number, f"its {wrong} is {shown(row[wrong])}")
+        rows.append(row)
+    return rows
+
+
+def _not_ours(path: Path, number: int, why: str) -> ValueError:
+    return ValueError(
+        f"{path} line {number} is not what oomb train writes.\n  {indented(why)}.\n  Remove that line, or the file."
+    )

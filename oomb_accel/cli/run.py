@@ -45,8 +45,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     options, as_json, words = _split(list(arguments))
     if not words:
-        print(f"{USAGE}\noomb run: give the path of a script.", file=sys.stderr)
-        return 2
+        raise ValueError(
+            "There is nothing to run.\n  Got no script.\n"
+            "  Please give the path of a script behind the options; oomb run --help says more."
+        )
     if not Path(words[0]).is_file():
         raise ValueError(
             f"The script {words[0]!r} does not exist.\n  Looked in {os.getcwd()}.\n"
@@ -129,7 +131,8 @@ def _check_requested(script_arguments: list[str]) -> bool:
     requested = [source for item in configs for source in gather(item)]
     if not requested:
         os.environ[variable_of("enabled")] = "true"
-    return any(resolve(*gather(item)).config.enabled for item in configs)
+    resolved = [resolve(*gather(item)) for item in configs]  # all of them: each may hold a contradiction
+    return any(one.config.enabled for one in resolved)
 
 
 def _has_block(path: str) -> bool:

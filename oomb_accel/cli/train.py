@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from oomb_accel.config import OombConfig
+from oomb_accel.reading import shown
 
 if TYPE_CHECKING:
     from oomb_accel.training.recipe import Recipe
@@ -46,8 +47,11 @@ def main(arguments: Sequence[str]) -> int:
         print(_help())
         return 0
     if not arguments or arguments[0].startswith("-"):
-        print(f"{USAGE}\noomb train: give the path of a recipe first; configs/ has examples.", file=sys.stderr)
-        return 2
+        raise ValueError(
+            "The first word behind oomb train is the path of a recipe.\n"
+            f"  Got {shown(arguments[0]) if arguments else 'nothing'}.\n"
+            "  Write oomb train RECIPE.yaml; configs/recipes has examples, oomb train --help says more."
+        )
     switches, words = _split(arguments[1:])
     from oomb_accel.training.recipe import Recipe
 

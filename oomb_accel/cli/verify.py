@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oomb_accel.cli import verify_sparse
+from oomb_accel.cli.devices import device_named
+from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.cli.sparse_options import add_sparse_options, joined, sparse_settings
 from oomb_accel.cli.verify_inputs import documents_of, load, trained
@@ -31,9 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns: 0 when everything is within its limit, 1 when not.
     """
     options = _parser().parse_args(joined(arguments))
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("There is no CUDA device here.\n  Got --device cuda.\n  Use --device cpu.")
+    device = device_named(options.device)
     is_sparse = options.attention == "sparse"
     for name, value in (verify_sparse.defaults(device) if is_sparse else _DENSE).items():
         if getattr(options, name) is None:
@@ -41,7 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     config = _config(options)  # contradictions come out before anything is loaded
     check_writable(options.json)
     if options.tokens < 8:
-        raise ValueError(f"Too few tokens to cut into chunks.\n  Got --tokens {options.tokens}.\n  Use --tokens 600.")
+        raise ValueError(
+            f"There are too few tokens to cut into chunks.\n  Got --tokens {options.tokens}.\n  Use --tokens 600."
+        )
     torch.manual_seed(options.seed)
     model = load(options.model, options.layers, options.random_weights)
     reasons = refusals(model, base_model_of(model))
@@ -76,8 +78,8 @@ def _run_dense(
     return report.passed, {"settings": config.to_dict(), "exactness": parity_rows(report)}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="oomb verify",
         description="Compare loss, per-token loss, every trainable gradient and the input-embedding gradient of "
         "chunk recurrence with full attention, on your model. With --attention sparse: what the sparsity costs in loss "

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from oomb_accel.integrations.support import base_model_of
 from oomb_accel.training.data import check_vocabulary, load_corpus
-from oomb_accel.training.model import check_folder, load_error, load_tokenizer
+from oomb_accel.training.model import check_folder, load_tokenizer, load_weights, read_config
 from oomb_accel.training.recipe import Recipe
 
 
@@ -28,21 +28,23 @@ def load(name: str, layers: int, random_weights: bool) -> PreTrainedModel:
     """
     path = Path(name)
     if path.suffix == ".json" and not path.is_file():
-        raise ValueError(f"There is no file {name}.\n  Pass a folder, a hub id or an existing config.json.")
+        raise ValueError(
+            f"There is no file {name}.\n  Got a name that ends in .json.\n"
+            "  Pass a folder, a hub id or an existing config.json."
+        )
     if layers < 0:
-        raise ValueError(f"A model cannot be cut to {layers} layers.\n  Use --layers 2, or 0 to keep all.")
+        raise ValueError(
+            f"A model cannot be cut to so many layers.\n  Got --layers {layers}.\n  Use --layers 2, or 0 to keep all."
+        )
     random_weights = random_weights or path.suffix == ".json"
     source = _source(name)
     check_folder(source)
-    try:
-        return _build(source, layers, random_weights)
-    except (OSError, ValueError) as error:
-        raise load_error(name, error) from error
+    return _build(source, layers, random_weights)
 
 
 def num_layers_of(name: str) -> int:
     """Layers of the whole model."""
-    return int(AutoConfig.from_pretrained(_source(name)).get_text_config().num_hidden_layers)
+    return int(read_config(_source(name)).get_text_config().num_hidden_layers)
 
 
 def _source(name: str) -> str:
@@ -53,18 +55,17 @@ def _source(name: str) -> str:
 
 def _build(source: str, layers: int, random_weights: bool) -> PreTrainedModel:
     logging.set_verbosity_error()  # weights of layers that are cut off are no news
-    config = AutoConfig.from_pretrained(source)
+    config = read_config(source)
     text = config.get_text_config()
     if layers:
         text.num_hidden_layers = min(layers, text.num_hidden_layers)
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[: text.num_hidden_layers]
     if random_weights:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
-    assert isinstance(model, PreTrainedModel)
-    return model
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        assert isinstance(model, PreTrainedModel)
+        return model
+    return load_weights(source, config, torch.float32)
 
 
 def trained(

@@ -145,6 +145,12 @@ def _ready(name: str, row: Row) -> Ready:
             f"  Got {min(ids) if min(ids) < 0 else max(ids)}; ids go from 0 up.\n"
             "  Tokenise the data with this model's own tokenizer."
         )
+    if labels is not None and (min(labels) < IGNORED or max(labels) >= 1 << 32):
+        wrong_label = min(labels) if min(labels) < IGNORED else max(labels)
+        raise ValueError(
+            f"{name}: labels holds a number that is no label.\n  Got {wrong_label}; a label is an id, or {IGNORED}.\n"
+            "  Give each token's own id, not shifted, or -100 where it is no target."
+        )
     array = np.array(ids, np.int64)
     wanted = np.array(ids if labels is None else labels, np.int64)
     wrong = np.flatnonzero((wanted != array) & (wanted != IGNORED))

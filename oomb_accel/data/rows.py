@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from oomb_accel.data.text import check_block, not_utf8
+from oomb_accel.reading import Unreadable, json_value
 
 Row = dict[str, Any]
 Numbered = tuple[str, Row]
@@ -72,12 +73,12 @@ def _object(name: str, text: str) -> Row:
 
 def _parse(name: str, text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=lambda pairs: _without_duplicates(name, pairs))
+        return json_value(text, lambda pairs: _without_duplicates(name, pairs))
     except json.JSONDecodeError as error:
         message = f"{name} is not valid JSON.\n  {error}\n  Each line is one object: {ROW_EXAMPLE}."
         raise ValueError(message) from None
-    except RecursionError:
-        message = f"{name} is nested too deeply.\n  Python's JSON reader gave up.\n  Use rows like {ROW_EXAMPLE}."
+    except Unreadable as error:
+        message = f"{name} cannot be read.\n  {error}\n  Use rows like {ROW_EXAMPLE}."
         raise ValueError(message) from None
 
 

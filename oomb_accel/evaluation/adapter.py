@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import yaml
 from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from transformers import PreTrainedModel
 
 from oomb_accel.integrations.saving import CONFIG, WEIGHTS, check_adapter
+from oomb_accel.reading import Unreadable, file_text, json_object, yaml_value
 from oomb_accel.training.folder import RECIPE
 
 
@@ -28,14 +27,11 @@ def read_config(folder: Path) -> dict[str, Any]:
                 "  Give the output_dir of a run with lora_r above 0, or one of its checkpoints."
             )
     try:
-        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError(f"it holds {type(values).__name__}, not an object")
-    except ValueError as error:
+        return json_object(folder / CONFIG)
+    except Unreadable as error:
         raise ValueError(
             f"{str(folder / CONFIG)!r} is not a config of PEFT.\n  {error}\n  Save the adapter again, or copy it anew."
         ) from None
-    return values
 
 
 def rope_of_run(folder: Path) -> dict[str, Any] | None:
@@ -44,7 +40,13 @@ def rope_of_run(folder: Path) -> dict[str, Any] | None:
     for place in (folder, folder.parent):
         path = place / RECIPE
         if path.is_file():
-            recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+            try:
+                recipe = yaml_value(file_text(path))
+            except Unreadable as error:
+                raise ValueError(
+                    f"{path} cannot be read, so nobody knows how RoPE was scaled.\n  {error}\n"
+                    "  Repair it, or remove it if the recipe had no rope_parameters."
+                ) from None
             values = recipe.get("rope_parameters") if isinstance(recipe, dict) else None
             return values if isinstance(values, dict) else None
     return None

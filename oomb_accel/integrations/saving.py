@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from oomb_accel.reading import Unreadable, json_object
 
 _TEMPORARY = ".saving-"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -77,7 +79,12 @@ def check_adapter(folder: str | os.PathLike[str], model: nn.Module) -> None:
                 f"{str(folder)!r} holds no adapter: {name} is missing.\n  Found: {found}.\n"
                 "  Give the folder of a complete checkpoint."
             )
-    saved = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    try:
+        saved = json_object(path / CONFIG)
+    except Unreadable as error:
+        raise ValueError(
+            f"{str(path / CONFIG)!r} is not a config of PEFT.\n  {error}\n  Copy it again, or take another checkpoint."
+        ) from None
     ours = json.loads(json.dumps(inner.peft_config[inner.active_adapter].to_dict(), default=_plain))
     for name in _MUST_AGREE:
         if name == "rank_pattern" and ours.get("peft_type") == "ADALORA":
@@ -88,8 +95,13 @@ def check_adapter(folder: str | os.PathLike[str], model: nn.Module) -> None:
     if _is_hub_id(base) and _is_hub_id(our_base) and base != our_base:  # a folder may have been moved
         raise ValueError(_other(folder, f"base model {base!r}", f"base model {our_base!r}"))
     wanted = {name: tuple(_shape(tensor)) for name, tensor in _adapter_tensors(inner).items()}
-    with safe_open(path / WEIGHTS, framework="pt") as file:
-        found_shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    try:
+        with safe_open(path / WEIGHTS, framework="pt") as file:
+            found_shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"{str(path / WEIGHTS)!r} is broken.\n  {error}.\n  Copy it again, or take another checkpoint."
+        ) from error
     for name in sorted(wanted.keys() | found_shapes.keys()):
         if wanted.get(name) != found_shapes.get(name):
             raise ValueError(_other(folder, _tell(name, found_shapes.get(name)), _tell(name, wanted.get(name))))

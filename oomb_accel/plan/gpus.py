@@ -54,8 +54,8 @@ def gpu_named(name: str) -> Gpu:
     for known in (key, f"rtx{key}"):
         if known in GPUS:
             return GPUS[known]
-    message = unknown_key_message(key, list(GPUS), "--gpu").replace("Unknown key", "Unknown GPU")
-    raise ValueError(f"{message}\n  For another one pass --gpu_gib 48 --tflops 300, from its data sheet.")
+    what, _, remedy = unknown_key_message(key, list(GPUS), "--gpu").replace("Unknown key", "Unknown GPU").splitlines()
+    raise ValueError(f"{what}\n{remedy}\n  For another one pass --gpu_gib 48 --tflops 300, from its data sheet.")
 
 
 _SAME_CHIP = {

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from oomb_accel.reading import shown
+
 _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_OTHER_NUMBERS = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size")
 _FOUR_NORMS = frozenset({"gemma2", "gemma3_text"})
 """Model types with a norm before and behind each of attention and MLP."""
 _HEAD_NORMS = frozenset({"qwen3", "qwen3_moe", "gemma3_text"})
@@ -95,6 +98,16 @@ class ModelShape:
         return self.num_layers * rank * sum((inputs + outputs) * count for inputs, outputs, count in linears)
 
 
+def _check_numbers(fields: Mapping[str, Any], name: str) -> None:
+    for field in (*_REQUIRED, *_OTHER_NUMBERS):
+        value = fields.get(field)
+        if value is not None and not (type(value) is int and value >= 0):
+            raise ValueError(
+                f"The config of {name} holds a size that is no whole number.\n  Got {field}={shown(value)}.\n"
+                "  Pass the config.json of a model, as it was published."
+            )
+
+
 def shape_of(fields: Mapping[str, Any], name: str) -> ModelShape:
     """Read the sizes from the fields of a config.json, or of a config object as a mapping.
 
@@ -116,6 +129,7 @@ def shape_of(fields: Mapping[str, Any], name: str) -> ModelShape:
             f"  It has no {', '.join(missing)} (model_type {model_type!r}).\n"
             "  Pass a causal language model's config.json with these fields."
         )
+    _check_numbers(fields, name)
     heads, layers = int(fields["num_attention_heads"]), int(fields["num_hidden_layers"])
     experts = int(fields.get("num_experts") or fields.get("num_local_experts") or 0)
     return ModelShape(

@@ -10,16 +10,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, broadcast_object_list, gather_object, load, set_seed
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from oomb_accel.integrations.saving import save_adapter
-from oomb_accel.training.folder import PROBE, PROGRESS, read_progress
+from oomb_accel.training.folder import PROBE
 from oomb_accel.training.identity import ADAPTER_SETTINGS
 from oomb_accel.training.launch import strategy, zero_stage
+from oomb_accel.training.progress_file import FORMAT, PROGRESS, files_of, read_progress, unreadable_state
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.reshard import TAG, cut_anew, fits, needs_other_shards
 from oomb_accel.training.run import Run, Summary
@@ -28,6 +31,8 @@ STATE = "state"
 """Folder in a checkpoint with what Accelerate saves; beside it lies the result so far."""
 TRAINED = "trained.safetensors"
 """Trained weights without DeepSpeed, which writes its own files. Frozen weights are not saved: they are loaded anew."""
+_BROKEN = (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, UnpicklingError, SafetensorError)
+"""What readers of safetensors and of torch raise on bytes that are none of theirs."""
 FREE_SETTINGS = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit"} | {
     "logging_steps",
     "report_to",
@@ -49,11 +54,13 @@ def save_checkpoint(run: Run, step: int) -> Path:
     Returns: the folder, which is there whole or not at all.
     """
     name = f"checkpoint-{step}"
-    with _new_folder(run, name) as folder:
+    with run.folder.writing(), _new_folder(run, name) as folder:
         run.accelerator.save_state(str(folder / STATE), **_deepspeed(run, exclude_frozen_parameters=True))
         _write_result(run, folder)
+        run.accelerator.wait_for_everyone()  # every rank has files of its own
         if run.accelerator.is_main_process:
-            text = json.dumps(_progress(run, step), indent=2) + "\n"
+            progress = _progress(run, step) | {"files": files_of(folder / STATE)}
+            text = json.dumps(progress, indent=2) + "\n"
             (folder / PROGRESS).write_text(text, encoding="utf-8")
     path = run.folder.path / name
     if run.accelerator.is_main_process:
@@ -64,7 +71,7 @@ def save_checkpoint(run: Run, step: int) -> Path:
 
 def save_result(run: Run) -> None:
     """Save the adapter (or the whole model) and the tokenizer as the result of the run. All ranks call this."""
-    with _new_folder(run, "result") as folder:
+    with run.folder.writing(), _new_folder(run, "result") as folder:
         _write_result(run, folder)
     if run.accelerator.is_main_process:
         run.folder.publish_result()
@@ -75,8 +82,9 @@ def load_checkpoint(run: Run, checkpoint: Path) -> None:
     """Put a prepared run where the checkpoint was: weights, optimizer, random generators, counters.
 
     Raises:
-        ValueError: the checkpoint belongs to another model, adapter or data, or to another kind of launch.
-        RuntimeError: its files cannot be read.
+        ValueError: the checkpoint belongs to another model, adapter or data, or to another kind of launch, or one of
+            its files cannot be read.
+        RuntimeError: DeepSpeed could not read its files.
     """
     progress = read_progress(checkpoint)
     _check_same(run, checkpoint, progress)
@@ -85,7 +93,9 @@ def load_checkpoint(run: Run, checkpoint: Path) -> None:
             run.model.load_checkpoint(str(folder), TAG, load_module_strict=False)
         set_seed(run.recipe.seed + progress["step"], device_specific=True)  # generators were saved by rank
     else:
-        run.accelerator.load_state(str(checkpoint / STATE), **_deepspeed(run, load_module_strict=False))
+        _check_generators(run, checkpoint)
+        with _names_broken_file(checkpoint):
+            run.accelerator.load_state(str(checkpoint / STATE), **_deepspeed(run, load_module_strict=False))
     if zero_stage(run.accelerator) is not None and run.model.global_steps != progress["step"]:
         raise RuntimeError(
             f"DeepSpeed could not read {str(checkpoint / STATE)!r}.\n"
@@ -95,6 +105,26 @@ def load_checkpoint(run: Run, checkpoint: Path) -> None:
     run.summary = Summary.from_dict(progress["summary"])
     run.started = time.perf_counter() - run.summary.seconds
     run.corpus.notes += _changed_settings(run.recipe, progress["recipe"])
+
+
+def _check_generators(run: Run, checkpoint: Path) -> None:
+    """Whether the random generators were saved: Accelerate goes on without them, with other numbers, in silence."""
+    name = f"{STATE}/{RNG_STATE_NAME}_{run.accelerator.process_index}.pkl"
+    try:
+        states = load(checkpoint / name)  # values only, no code
+        torch.Generator().set_state(states["torch_manual_seed"])
+    except _BROKEN as error:
+        raise unreadable_state(checkpoint, name, error) from error
+
+
+@contextmanager
+def _names_broken_file(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except _BROKEN as error:
+        raise unreadable_state(checkpoint, f"{STATE}/{TRAINED} or {STATE}/{OPTIMIZER_NAME}.bin", error) from error
 
 
 def check_shared(run: Run) -> None:
@@ -126,7 +156,7 @@ def keep_frozen_weights_out(run: Run) -> None:
                 trained = {name: p.detach().cpu().contiguous() for name, p in run.trainable().items()}
                 save_file(trained, Path(folder) / TRAINED)
 
-    def load(models: list[Any], folder: str) -> None:
+    def restore(models: list[Any], folder: str) -> None:
         if models:
             models.clear()
             saved = load_file(Path(folder) / TRAINED)
@@ -135,7 +165,7 @@ def keep_frozen_weights_out(run: Run) -> None:
                     parameter.copy_(saved[name])
 
     run.accelerator.register_save_state_pre_hook(save)
-    run.accelerator.register_load_state_pre_hook(load)
+    run.accelerator.register_load_state_pre_hook(restore)
 
 
 @contextmanager
@@ -176,6 +206,7 @@ def _deepspeed(run: Run, **options: Any) -> dict[str, Any]:
 def _progress(run: Run, step: int) -> dict[str, Any]:
     run.summary.seconds = time.perf_counter() - run.started
     return {
+        "format": FORMAT,
         "step": step,
         "documents_per_step": run.sampler.documents_per_step,
         "group": run.sampler.group,

@@ -34,8 +34,9 @@ from oomb_accel.plan.sizes import GIB
 from oomb_accel.sampler import LengthBalancedSampler, Step, tokens_of
 from oomb_accel.sources import gather, load_deepspeed_config, resolve
 from oomb_accel.training.data import check_vocabulary, load_corpus
-from oomb_accel.training.folder import RunFolder, read_progress
+from oomb_accel.training.folder import RunFolder
 from oomb_accel.training.model import load_config, load_tokenizer
+from oomb_accel.training.progress_file import read_progress
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.trackers import check_trackers
 
@@ -183,7 +184,7 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
 def find_machine(gpu: str | None, num_gpus: int | None) -> Machine:
     """The machine to estimate for, as the launch and this host say."""
     stage, offload = _launched_zero()
-    num_gpus = num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    num_gpus = num_gpus or _launched_processes()
     host = HOST_BYTES
     if gpu is not None:
         found, note = gpu_named(gpu), f"estimated for {num_gpus} x {gpu_named(gpu).name}, as asked for"
@@ -199,6 +200,16 @@ def find_machine(gpu: str | None, num_gpus: int | None) -> Machine:
     return Machine(
         gpu=found, host_bytes=host, num_gpus=num_gpus, zero_stage=stage, zero_offload=offload, note=note
     )  # fmt: skip
+
+
+def _launched_processes() -> int:
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not (text.isdecimal() and len(text) < 9 and int(text) > 0):
+        raise ValueError(
+            f"WORLD_SIZE in the environment is no number of processes.\n  Got {text!r}.\n"
+            "  Unset it, or set WORLD_SIZE=1."
+        )
+    return int(text)
 
 
 def _launched_zero() -> tuple[int | None, bool]:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from safetensors import SafetensorError
+
 from oomb_accel.memory_report import FILE as MEMORY
-from oomb_accel.memory_report import keep_lines
+from oomb_accel.memory_report import check_lines, keep_lines
+from oomb_accel.reading import Unreadable, indented, json_object
+from oomb_accel.training.progress_file import PROGRESS, check_whole, step_of
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.resolved import resolved_yaml
 
 METRICS, RECIPE, SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
 REPORTS = ("report_*.png", "report.html")
 """What `oomb report` makes."""
-PROGRESS = "progress.json"
-"""Written last into a checkpoint that a run can go on from."""
 LOGS = "logs"
 """Folder of trackers that write files."""
 LATEST = "latest"
@@ -51,6 +55,11 @@ class RunFolder:
         """Place of each setting of the recurrence that somebody wrote down, for the resolved recipe."""
         self._recipe = recipe
         self._started = False
+        if self.path.is_symlink() and not self.path.exists():
+            raise ValueError(
+                f"output_dir {str(self.path)!r} is a link to nothing.\n  It points to {str(self.path.readlink())!r}.\n"
+                "  Set output_dir to a new folder, or remove the link."
+            )
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(
                 f"output_dir {str(self.path)!r} is a file.\n  Got a file.\n  Set output_dir to a new folder."
@@ -59,9 +68,13 @@ class RunFolder:
         """The checkpoint that the run goes on from."""
         self.finished = self._summary_to_resume()
         """The summary of the run that is in the folder from its first step to its last, if it is to go on."""
+        if self.resume is not None:
+            check_whole(self.resume, self._complete())
         self._resume_step = -1 if self.resume is None else step_of(self.resume)
         self._goes_on = self.resume is not None and self.resume.parent.resolve() == self.path.resolve()
         if self._goes_on:
+            for name in (METRICS, MEMORY):
+                check_lines(self.path / name)
             self._check_later_checkpoints()
         elif self._content():
             self._check_replaceable()
@@ -81,6 +94,11 @@ class RunFolder:
         the resolved recipe. Later calls do nothing."""
         if self._started:
             return
+        with self.writing():
+            self._start()
+        self._started = True
+
+    def _start(self) -> None:
         patterns: tuple[str, ...] = (LEFTOVERS, *PRODUCTS)
         if self._goes_on:
             patterns = (LEFTOVERS, SUMMARY)
@@ -91,16 +109,17 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         text = resolved_yaml(self._recipe, self.origins)
         self._replace(RECIPE, lambda path: path.write_text(text, encoding="utf-8"))
-        self._started = True
 
     def log(self, row: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl, in a single write: a kill behind it cannot lose it."""
         line = (json.dumps(row) + "\n").encode()
-        handle = os.open(self.path / METRICS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(handle, line)
-        finally:
-            os.close(handle)
+        with self.writing():
+            handle = os.open(self.path / METRICS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                if os.write(handle, line) < len(line):  # of what there was room for
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / METRICS))
+            finally:
+                os.close(handle)
 
     def log_again(self, row: dict[str, Any]) -> None:
         """:meth:`log` for a row of which nobody knows whether it, or a part of it, was written."""
@@ -145,12 +164,35 @@ class RunFolder:
 
     def save_summary(self, summary: dict[str, Any]) -> None:
         text = json.dumps(summary, indent=2) + "\n"
-        self._replace(SUMMARY, lambda path: path.write_text(text, encoding="utf-8"))
+        with self.writing():
+            self._replace(SUMMARY, lambda path: path.write_text(text, encoding="utf-8"))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside, something is written to the folder.
+
+        Raises:
+            RuntimeError: the file system did not take it.
+        """
+        try:
+            yield
+        except (OSError, SafetensorError, RuntimeError) as error:
+            if not _is_of_file_system(error):
+                raise
+            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+            raise RuntimeError(
+                f"output_dir {str(self.path)!r} cannot be written{': the disk is full' if full else ''}.\n"
+                f"  {indented(error)}\n  Make room there, and go on with --resume; or set another output_dir."
+            ) from error
 
     def _replace(self, name: str, write: Callable[[Path], object]) -> None:
-        temporary = self.path / f".{name}-{os.getpid()}"
-        write(temporary)
-        os.replace(temporary, self.path / name)
+        temporary = self.temporary(name)
+        try:
+            write(temporary)
+            os.replace(temporary, self.path / name)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def refuse_another_run(self) -> None:
         """To be called when the run that is here turns out to be none that is finished: it was let pass until then.
@@ -162,10 +204,11 @@ class RunFolder:
             self._say_another_run()
 
     def _content(self) -> list[str]:
-        """Names of what is in the folder, without what other ranks are trying out there."""
+        """Names of what is in the folder, without what other ranks are trying out there and what a kill has left."""
         if not self.path.is_dir():
             return []
-        return sorted(item.name for item in self.path.iterdir() if not item.name.startswith(PROBE))
+        passing = (PROBE, LEFTOVERS.removesuffix("*"))
+        return sorted(item.name for item in self.path.iterdir() if not item.name.startswith(passing))
 
     def _remove(self, item: Path) -> None:
         """Remove a file or a folder, if it is there. A folder loses its name first, so that a kill leaves no part of
@@ -184,8 +227,13 @@ class RunFolder:
         there = (self.path / SUMMARY).is_file() and (self.path / RECIPE).is_file()
         if self._recipe.resume_from_checkpoint != LATEST or not there:
             return None
-        summary: dict[str, Any] = json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))
-        return summary
+        try:
+            return json_object(self.path / SUMMARY)
+        except Unreadable as error:
+            raise ValueError(
+                f"{str(self.path / SUMMARY)!r} cannot be read, so nobody knows whether that run is done.\n  {error}\n"
+                "  Remove that file: --resume then goes on from the latest checkpoint."
+            ) from None
 
     def _checkpoint_to_resume(self) -> Path | None:
         wanted = self._recipe.resume_from_checkpoint
@@ -250,15 +298,9 @@ class RunFolder:
         return [path for path in self._checkpoints() if self._goes_on and _number(path) > self._resume_step]
 
 
-def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says about the run that wrote it."""
-    progress: dict[str, Any] = json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8"))
-    return progress
-
-
-def step_of(checkpoint: Path) -> int:
-    """Number of the last step before the checkpoint."""
-    return int(read_progress(checkpoint)["step"])
+def _is_of_file_system(error: Exception) -> bool:
+    """Also what torch and safetensors make of it."""
+    return not isinstance(error, RuntimeError) or "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)
 
 
 def _number(checkpoint: Path) -> int:

@@ -3,47 +3,101 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from oomb_accel.reading import Unreadable, indented, json_object, shown
 from oomb_accel.training.recipe import Recipe
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_OF_FILES = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),
+    *(SafetensorError, StrictDataclassError),
+)
+"""What transformers raises on files that are broken, or hold something else than it expects."""
 
 
 def load_model(recipe: Recipe) -> nn.Module:
     """The model of a recipe in host memory, with its RoPE overrides; all parameters trainable.
 
     Raises:
-        ValueError: no model folder and no model that the hub serves, or RoPE settings that do not fit it.
+        ValueError: as `load_config` and `load_weights`.
     """
-    name, config = recipe.model_name_or_path, load_config(recipe)
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            name, revision=recipe.revision, config=config, dtype=_load_dtype(recipe)
+    return load_weights(
+        recipe.model_name_or_path,
+        load_config(recipe),
+        _load_dtype(recipe),
+        revision=recipe.revision,
+        trust_remote_code=recipe.trust_remote_code,
+    )
+
+
+def load_weights(
+    name: str, config: Any, dtype: str | torch.dtype, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A model with all its weights, from safetensors only.
+
+    Raises:
+        ValueError: no model folder and no model that the hub serves; weights that are broken, missing, or of another
+            shape; or code that would have to run.
+    """
+    with _says_what_is_wrong(name):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=revision,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # they are told below, by name
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
-        raise load_error(name, error) from error
+    model, found = loaded
+    if found["mismatched_keys"]:
+        key, theirs, ours = min(found["mismatched_keys"])
+        raise load_error(name, f"{key} has shape {list(theirs)} in its files, and {list(ours)} by its config.")
+    if missing := sorted(found["missing_keys"]):
+        raise load_error(name, f"Its files lack {len(missing)} weights: {', '.join(missing[:3])}.")
+    assert isinstance(model, PreTrainedModel)
+    return model
 
 
 def load_config(recipe: Recipe) -> Any:
     """The config of the model of a recipe, with its RoPE overrides.
 
     Raises:
-        ValueError: as `load_model`.
+        ValueError: as `read_config`, or RoPE settings that do not fit it.
     """
-    name = recipe.model_name_or_path
-    check_folder(name)
-    try:
-        config = AutoConfig.from_pretrained(name, revision=recipe.revision)
-    except (OSError, ValueError) as error:
-        raise load_error(name, error) from error
+    config = read_config(
+        recipe.model_name_or_path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code
+    )
     if recipe.rope_parameters is not None:
         override_rope(config, recipe.rope_parameters)
+    return config
+
+
+def read_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The config of a model.
+
+    Raises:
+        ValueError: no model folder and no model that the hub serves; a config that is broken or of no language model;
+            or code that would have to run.
+    """
+    check_folder(name)
+    with _says_what_is_wrong(name):
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     return config
 
 
@@ -53,14 +107,10 @@ def load_tokenizer(recipe: Recipe) -> Any:
     Raises:
         ValueError: there is none.
     """
-    check_folder(recipe.model_name_or_path)
-    try:
-        return AutoTokenizer.from_pretrained(recipe.model_name_or_path, revision=recipe.revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"The tokenizer of {recipe.model_name_or_path!r} cannot be loaded.\n  {error}\n"
-            "  Save it beside the model, with tokenizer.save_pretrained(folder)."
-        ) from error
+    name = recipe.model_name_or_path
+    check_folder(name)
+    with _says_what_is_wrong(name, of_tokenizer=True):
+        return AutoTokenizer.from_pretrained(name, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
 
 
 def override_rope(config: Any, override: dict[str, Any]) -> None:
@@ -174,12 +224,46 @@ def _load_dtype(recipe: Recipe) -> str | torch.dtype:
     return "auto" if recipe.lora_r > 0 else torch.float32
 
 
-def load_error(name: str, error: Exception) -> ValueError:
+def load_error(name: str, reason: object) -> ValueError:
+    """The error for a model that cannot be loaded."""
     return ValueError(
-        f"The model {name!r} cannot be loaded.\n  {error}\n"
-        "  Set model_name_or_path to a folder with config.json and weights, "
+        f"The model {shown(name)} cannot be loaded.\n  {indented(reason)}\n"
+        "  Set model_name_or_path to a folder with config.json and weights as .safetensors, "
         "or to a hub id that is reachable from here."
     )
+
+
+def _broken_file(name: str) -> Path | None:
+    """A file of weights in a model's folder that cannot be opened."""
+    for path in sorted(Path(name).glob("*.safetensors")):
+        try:
+            safe_open(path, framework="pt").keys()
+        except SafetensorError:
+            return path
+    return None
+
+
+@contextmanager
+def _says_what_is_wrong(name: str, *, of_tokenizer: bool = False) -> Iterator[None]:
+    """Around a call that reads what a user has as a model: whatever it raises is about that."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except _OF_FILES as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{shown(name)} comes with Python code that would have to run here.\n"
+                "  No code of a model or tokenizer runs unless the recipe says so.\n"
+                "  Read that code, and if you trust it set trust_remote_code: true; or use a model without any."
+            ) from error
+        if of_tokenizer and Path(name).is_dir():
+            raise ValueError(
+                f"The tokenizer of {shown(name)} cannot be loaded.\n  {indented(error)}\n"
+                "  Save it beside the model, with tokenizer.save_pretrained(folder)."
+            ) from error
+        broken = _broken_file(name) if isinstance(error, SafetensorError) else None
+        raise load_error(name, error if broken is None else f"{broken}: {error}; copy it again") from error
 
 
 def check_folder(name: str) -> None:
@@ -193,6 +277,24 @@ def check_folder(name: str) -> None:
             "  Set model_name_or_path to a model folder or a hub id; "
             "launch/prepare_demo.py makes a small model."
         )
+    if looks_local:
+        _check_sizes(name, path / "config.json")
+    elif not _HUB_ID.fullmatch(name):
+        raise load_error(name, "There is no such folder, and ids of the hub are ORGANISATION/NAME.")
+
+
+def _check_sizes(name: str, path: Path) -> None:
+    """Whether a config is one at all; what is odd in it otherwise, transformers knows better."""
+    try:
+        fields = json_object(path)
+    except Unreadable as error:
+        raise load_error(name, f"{path}: {error}") from None
+    text = fields.get("text_config")
+    for part in (fields, text if isinstance(text, dict) else {}):
+        for size in _SIZES:
+            value = part.get(size)
+            if value is not None and not (type(value) is int and value > 0):
+                raise load_error(name, f"{path} has {size}={shown(value)}.")
 
 
 def _has_module(model: nn.Module, name: str) -> bool:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oomb_accel.config import OombConfig
+from oomb_accel.reading import shown
 from oomb_accel.sources import Source
+from oomb_accel.training.paths import checked_path
 from oomb_accel.training.settings import Setting, check_value, read_settings
 
 Auto = Literal["auto"]
@@ -43,6 +45,9 @@ class Recipe:
 
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model or its tokenizer. Read it before: it can do whatever you can."""
 
     torch_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of the weights. "auto" is the checkpoint's own with LoRA, and float32 for full fine-tuning."""
@@ -181,9 +186,14 @@ class Recipe:
             setattr(self, name, check_value(name, getattr(self, name), setting))
         for name, example in _REQUIRED.items():
             if not getattr(self, name):
-                raise ValueError(f"The recipe lacks {name}.\n  Example: {name}: {example}   (or --{name} {example})")
+                raise ValueError(
+                    f"The recipe lacks {name}.\n  Got none, or an empty one.\n"
+                    f"  Example: {name}: {example}   (or --{name} {example})"
+                )
+        for name in _PATHS:
+            setattr(self, name, checked_path(name, getattr(self, name)))
         for name in _LEAST:
-            _check_least(name, getattr(self, name))
+            _check_range(name, getattr(self, name))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -253,8 +263,9 @@ class Recipe:
             ValueError: as :meth:`from_yaml`.
         """
         typed, flags = read_settings(None, list(options), hints(), OombConfig)
-        recipe = cls(**values | typed)
-        recipe.flags, recipe.given = flags, frozenset(values | typed)
+        values |= typed
+        recipe = cls(**values)
+        recipe.flags, recipe.given = flags, frozenset(values)
         return recipe
 
     def oomb_sources(self) -> tuple[Source, ...]:
@@ -302,6 +313,14 @@ _LEAST: dict[str, float] = {
     "eval_last_tokens": 0,
 }
 """Smallest value of each number."""
+_MOST: dict[str, int] = {"seed": 2**32 - 1, "lora_r": 1 << 14}
+"""Largest value, where it is another one than `_MOST_OF_ALL`."""
+_MOST_OF_ALL = 10**12
+_PATHS = (
+    *("model_name_or_path", "data_path", "output_dir", "resume_from_checkpoint", "data_cache", "run_name"),
+    *("logging_dir", "revision"),
+)
+"""Settings that become names of files or folders."""
 
 _HINTS: dict[str, Setting] = {}
 
@@ -313,8 +332,8 @@ def hints() -> dict[str, Setting]:
     return _HINTS
 
 
-def _check_least(name: str, value: float | None) -> None:
-    if value is not None and not math.isfinite(value):
+def _check_range(name: str, value: float | None) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(
             f"{name} must be a finite number.\n  Got {name}={value}.\n  Set {name}={max(_LEAST[name], 1)}."
         )
@@ -322,4 +341,9 @@ def _check_least(name: str, value: float | None) -> None:
         raise ValueError(
             f"{name} is too small.\n  Got {name}={value}; the least is {_LEAST[name]}.\n"
             f"  Set {name}={_LEAST[name]} or more."
+        )
+    most = _MOST.get(name, _MOST_OF_ALL)
+    if value is not None and value > most:
+        raise ValueError(
+            f"{name} is too large.\n  Got {name}={shown(value)}; the most is {most}.\n  Set {name}={most} or less."
         )

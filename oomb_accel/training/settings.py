@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from oomb_accel.config import OombConfig, unknown_key_message
+from oomb_accel.reading import Unreadable, file_text, shown, yaml_value
 from oomb_accel.setting_text import is_choice_of_numbers, whole_numbers
-from oomb_accel.sources import StrictLoader
 
 OTHER_NAMES = {
     "base_model": "Set model_name_or_path.",
@@ -79,7 +77,7 @@ def check_value(name: str, value: Any, setting: Setting) -> Any:
         except _Mismatch:
             continue
     raise ValueError(
-        f"{name} has a value that is not allowed.\n  Got {value!r} ({type(value).__name__}).\n"
+        f"{name} has a value that is not allowed.\n  Got {shown(value)} ({type(value).__name__}).\n"
         f"  Allowed: {setting.spell()}."
     )
 
@@ -111,7 +109,8 @@ def read_settings(
     block = values.pop("oomb", None) or {}
     if not isinstance(block, dict):
         raise ValueError(
-            f"In {path}: oomb must be a mapping.\n  Got {block!r}.\n  Example:\n    oomb:\n      chunk_tokens: 8192"
+            f"In {path}: oomb must be a mapping.\n  Got {shown(block)}.\n"
+            "  Example:\n    oomb:\n      chunk_tokens: 8192"
         )
     for key, value in block.items():
         if key not in block_settings:
@@ -140,16 +139,19 @@ def read_settings(
 
 def _load_yaml(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = file_text(path)
+    except Unreadable as error:
         raise ValueError(
             f"The recipe {str(path)!r} cannot be read.\n  {error}\n"
             "  Give the path of a yaml file; configs/ has examples."
         ) from None
     try:
-        loaded = yaml.load(text, Loader=StrictLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"The recipe {str(path)!r} is not valid yaml.\n  {error}") from None
+        loaded = yaml_value(text)
+    except Unreadable as error:
+        raise ValueError(
+            f"The recipe {str(path)!r} is not valid yaml.\n  {error}\n"
+            "  Write one setting per line, indented with spaces: learning_rate: 2.0e-4"
+        ) from None
     if not isinstance(loaded, dict):
         raise ValueError(
             f"The recipe {str(path)!r} must hold one mapping of settings.\n  Got {type(loaded).__name__}.\n"
@@ -167,7 +169,8 @@ def _split_flags(arguments: list[str], settings: Mapping[str, Setting]) -> list[
         position += 1
         if not argument.startswith("--"):
             raise ValueError(
-                f"Cannot tell what {argument!r} on the command line belongs to.\n"
+                f"Cannot tell what {shown(argument)} on the command line belongs to.\n"
+                "  It stands behind no option, and is none.\n"
                 "  Options are --name value or --name=value, for example --learning_rate 1e-4."
             )
         flag, equals, text = argument.partition("=")
@@ -180,9 +183,22 @@ def _split_flags(arguments: list[str], settings: Mapping[str, Setting]) -> list[
             elif setting is not None and bool in setting.options:
                 text = "true"
             else:
-                raise ValueError(f"{flag} on the command line has no value.\n  Write {flag} VALUE.")
+                behind = f"the option {arguments[position]}" if position < len(arguments) else "nothing"
+                raise ValueError(
+                    f"{flag} on the command line has no value.\n  Got {behind} behind it.\n  Write {flag} VALUE."
+                )
+        _refuse_twice(flag, text, pairs)
         pairs.append((flag, text))
     return pairs
+
+
+def _refuse_twice(flag: str, text: str, pairs: list[tuple[str, str]]) -> None:
+    for earlier, value in pairs:
+        if earlier.replace("-", "_") == flag.replace("-", "_") and value != text:
+            raise ValueError(
+                f"{flag} stands twice on the command line.\n  Got {shown(value)} and {shown(text)}.\n"
+                "  Keep one of them."
+            )
 
 
 def _from_text(flag: str, text: str, setting: Setting) -> Any:
@@ -193,10 +209,11 @@ def _from_text(flag: str, text: str, setting: Setting) -> Any:
     for option in (list[str],) if as_list else setting.options:
         try:
             return _fit(_parse(text, option), option)
-        except (_Mismatch, ValueError, yaml.YAMLError):
+        except (_Mismatch, ValueError, Unreadable):
             continue
     raise ValueError(
-        f"{flag} on the command line has a value that is not allowed.\n  Got {text!r}.\n  Allowed: {setting.spell()}."
+        f"{flag} on the command line has a value that is not allowed.\n  Got {shown(text)}.\n"
+        f"  Allowed: {setting.spell()}."
     )
 
 
@@ -212,7 +229,7 @@ def _parse(text: str, option: Any) -> Any:
             raise _Mismatch
         return [part.strip() for part in text.split(",")]
     if option == list[str] or typing.get_origin(option) is dict:
-        return yaml.safe_load(text)
+        return yaml_value(text)
     return text
 
 
@@ -225,9 +242,9 @@ def _at(place: str, name: str, value: Any, setting: Setting) -> Any:
 
 def _unknown(key: str, settings: Mapping[str, Setting], place: str) -> str:
     if key in OTHER_NAMES:
-        return f"Unknown key {key!r} in {place}.\n  {OTHER_NAMES[key]}"
+        return f"Unknown key {key!r} in {place}.\n  Other trainers call something so.\n  {OTHER_NAMES[key]}"
     if key in Setting.of(OombConfig):
-        return f"Unknown key {key!r} in {place}.\n  It belongs into the oomb block: oomb.{key}."
+        return f"Unknown key {key!r} in {place}.\n  It belongs into the oomb block.\n  Set oomb.{key} instead."
     return unknown_key_message(key, list(settings), place)
 
 
@@ -259,7 +276,7 @@ def _fit(value: Any, option: Any) -> Any:
     elif option is float and not isinstance(value, bool) and isinstance(value, (int, float, str)):
         try:
             return float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise _Mismatch from None
     elif type(value) is option:
         return value

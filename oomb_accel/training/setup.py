@@ -21,7 +21,7 @@ from oomb_accel.sampler import LengthBalancedSampler
 from oomb_accel.sources import Resolved, gather, resolve
 from oomb_accel.training.checkpoint import check_shared, keep_frozen_weights_out, load_checkpoint
 from oomb_accel.training.data import Corpus, check_vocabulary, load_corpus
-from oomb_accel.training.folder import RunFolder, read_progress
+from oomb_accel.training.folder import RunFolder
 from oomb_accel.training.identity import (
     Identity,
     adapter_digest,
@@ -31,6 +31,7 @@ from oomb_accel.training.identity import (
 )
 from oomb_accel.training.launch import clips_itself, make_accelerator, zero_stage
 from oomb_accel.training.model import add_adapters, apply_liger, load_model, load_tokenizer
+from oomb_accel.training.progress_file import read_progress
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.reshard import needs_other_shards
 from oomb_accel.training.run import Run, Summary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from oomb_accel.training.folder import PROGRESS, RunFolder
+from oomb_accel.training.folder import RunFolder
+from oomb_accel.training.progress_file import PROGRESS
 from tests.training.ranks_train import Settings, recipe_of
 
 
@@ -24,7 +26,16 @@ def make_checkpoint(out: Path, step: int) -> Path:
     folder = out / f"checkpoint-{step}"
     (folder / "state").mkdir(parents=True)
     (folder / "state" / "weights").write_text("whole")
-    (folder / PROGRESS).write_text(f'{{"step": {step}}}')
+    values: dict[str, Any] = {
+        "format": 1,
+        "step": step,
+        "documents_per_step": 1,
+        "group": 1,
+        "strategy": "",
+        "num_processes": 1,
+    }
+    values |= {name: {} for name in ("identity", "summary", "recipe", "files")}
+    (folder / PROGRESS).write_text(json.dumps(values))
     return folder
 
 

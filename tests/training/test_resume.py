@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from oomb_accel.cli import main
 from oomb_accel.training import train
-from oomb_accel.training.folder import PROGRESS, RunFolder
+from oomb_accel.training.folder import RunFolder
+from oomb_accel.training.progress_file import PROGRESS
 from tests.distributed.ranks import RanksFailed, run_ranks
 from tests.harness.tolerance import assert_same_bits, assert_same_gradients
 from tests.training.ranks_train import Settings, launched, recipe_of, train_and_die

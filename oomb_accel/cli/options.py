@@ -1,0 +1,84 @@
+"""Options of a command: either spelling, each once, and errors that the command line prints as it prints all others."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from oomb_accel.config import unknown_key_message
+from oomb_accel.reading import shown
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes ``--host-gib`` for ``--host_gib``, no abbreviations, and no option twice with different values.
+
+    Errors are ``ValueError`` with three lines; argparse would print its own and leave.
+    """
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(allow_abbrev=False, **named)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """The options.
+
+        Raises:
+            ValueError: one is unknown, wrong or missing.
+        """
+        return super().parse_args(None if args is None else self._checked(args), namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(
+            f"{self.prog} does not work like this.\n  {message[:300]}.\n  {self.prog} --help says what it takes."
+        )
+
+    def _checked(self, words: Sequence[str]) -> list[str]:
+        """The words with options as they are known.
+
+        Raises:
+            ValueError: an option that there is not, with the nearest one, or one that stands twice.
+        """
+        known = {name.replace("_", "-"): (name, action) for action in self._actions for name in action.option_strings}
+        checked: list[str] = []
+        values: dict[str, str] = {}
+        for position, word in enumerate(words):
+            flag, equals, value = word.partition("=")
+            if not flag.startswith("--") or flag == "--":
+                checked.append(word)
+                continue
+            found = known.get(flag.replace("_", "-"))
+            if found is None:
+                names = [name for name, _ in known.values() if name.startswith("--")]
+                raise ValueError(unknown_key_message(flag, names, "the command line").replace("key", "option", 1))
+            name, action = found
+            if not equals:
+                value = words[position + 1] if action.nargs != 0 and position + 1 < len(words) else ""
+            if not isinstance(action, argparse._AppendAction) and values.setdefault(action.dest, value) != value:
+                raise ValueError(
+                    f"{name} stands twice on the command line.\n"
+                    f"  Got {shown(values[action.dest])} and {shown(value)}.\n  Keep one of them."
+                )
+            checked.append(name + equals + value if equals else name)
+        return checked
+
+
+def number(least: float, *, above: bool = False) -> Callable[[str], float]:
+    """The type of an option that is a finite number.
+
+    Args:
+        least: smallest value.
+        above: the smallest value itself is not allowed.
+    """
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and (value > least if above else value >= least)):
+            bound = f"above {least:g}" if above else f"of {least:g} or more"
+            raise argparse.ArgumentTypeError(f"must be a number {bound}, got {shown(text)}")
+        return value
+
+    return read
