@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if not arguments or arguments[0].startswith("-"):
         raise ValueError(
-            "The first word behind oomb train is the path of a recipe.\n"
+            "Give the path of a recipe first.\n"
             f"  Got {shown(arguments[0]) if arguments else 'nothing'}.\n"
             "  Write oomb train RECIPE.yaml; configs/recipes has examples, oomb train --help says more."
         )

@@ -41,9 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     config = _config(options)  # contradictions come out before anything is loaded
     check_writable(options.json)
     if options.tokens < 8:
-        raise ValueError(
-            f"There are too few tokens to cut into chunks.\n  Got --tokens {options.tokens}.\n  Use --tokens 600."
-        )
+        raise ValueError(f"Too few tokens to cut into chunks.\n  Got --tokens {options.tokens}.\n  Use --tokens 600.")
     torch.manual_seed(options.seed)
     model = load(options.model, options.layers, options.random_weights)
     reasons = refusals(model, base_model_of(model))

@@ -34,7 +34,7 @@ def load(name: str, layers: int, random_weights: bool) -> PreTrainedModel:
         )
     if layers < 0:
         raise ValueError(
-            f"A model cannot be cut to so many layers.\n  Got --layers {layers}.\n  Use --layers 2, or 0 to keep all."
+            f"A model cannot be cut to {layers} layers.\n  Got --layers {layers}.\n  Use --layers 2, or 0 to keep all."
         )
     random_weights = random_weights or path.suffix == ".json"
     source = _source(name)

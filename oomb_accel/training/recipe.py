@@ -343,7 +343,7 @@ def _check_range(name: str, value: float | None) -> None:
             f"  Set {name}={_LEAST[name]} or more."
         )
     most = _MOST.get(name, _MOST_OF_ALL)
-    if value is not None and value > most:
+    if isinstance(value, int) and value > most:
         raise ValueError(
             f"{name} is too large.\n  Got {name}={shown(value)}; the most is {most}.\n  Set {name}={most} or less."
         )

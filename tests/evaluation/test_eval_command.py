@@ -18,7 +18,8 @@ QUICK = ["--tokens", "420", "--depths", "20,80", "--contexts", "0,100,all", "--f
 
 
 def run(*arguments: object) -> int:
-    return main(["eval", *SIZES, *map(str, arguments)])
+    sizes = [] if "--last_tokens" in arguments else SIZES  # no option stands twice
+    return main(["eval", *sizes, *map(str, arguments)])
 
 
 def test_tables_plots_and_json(
