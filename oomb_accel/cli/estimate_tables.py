@@ -49,7 +49,7 @@ def estimate_report(
     ]
     if price is not None:
         lines.append(f"  {'cost of a million tokens':<{_WIDTH}}{found.cost_per_million_tokens(price):>11,.3f}")
-    lines += ["", *_verdict(found, longest, changes), "", *_notes(found)]
+    lines += ["", *_verdict(found, longest, changes), "", *_notes(found, longest)]
     return "\n".join(lines)
 
 
@@ -93,7 +93,7 @@ def _verdict(found: Estimate, longest: int | None, changes: Sequence[Suggestion]
     return [*lines, what if longest else "With these settings no document fits, however short."]
 
 
-def _notes(found: Estimate) -> list[str]:
+def _notes(found: Estimate, longest: int | None) -> list[str]:
     job = found.job
     notes = [
         f"Rates are scaled from an H200's to the peaks of this GPU ({job.gpu.name}): not measured on it."
@@ -103,6 +103,6 @@ def _notes(found: Estimate) -> list[str]:
     if job.attention == "sparse" and job.distinct is None and found.memory.plan.offloads:
         notes.append("Traffic is that of page lists at random; on real text it is less (--distinct).")
     trained = job.model.trained_tokens
-    if trained is not None and job.tokens > trained:
+    if trained is not None and max(job.tokens, longest or 0) > trained:
         notes.append(f"The positions of this model are made for {trained:,} tokens: set rope_parameters for more.")
     return notes

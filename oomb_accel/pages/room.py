@@ -150,7 +150,7 @@ def _too_small(needed: int, given: int) -> str:
     wanted, room = needed / gib, max(0, given) / gib
     return (
         "The device has too little memory for the pages of one chunk.\n"
-        f"  A layer's pages and their gradients need {wanted:.3g} GiB at once, {room:.3g} GiB are free.\n"
-        "  Set chunk_tokens, span_tokens or top_k lower, page_grad_dtype='bfloat16', page_dtype='float8', or "
-        f"device_pages_gib={1.01 * wanted:.3g} where the device has it."
+        f"  A layer's pages and their gradients need {wanted:.3g} GiB at once; pages may take {room:.3g} GiB.\n"
+        f"  Set device_pages_gib={1.01 * wanted:.3g} where the device has it, page_grad_dtype='bfloat16', "
+        "page_dtype='float8', or chunk_tokens, span_tokens and (sparse attention) top_k lower."
     )

@@ -24,7 +24,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_train_needs_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["train"]) == 2
-    assert "recipe first" in capsys.readouterr().err
+    assert "path of a recipe" in capsys.readouterr().err
     assert main(["train", str(tmp_path / "none.yaml")]) == 2
     error = capsys.readouterr().err
     assert "cannot be read" in error and "Traceback" not in error
