@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig
 
 from oomb_accel.data.documents import IGNORED, Document
 from oomb_accel.data.lengths import shortened
@@ -18,7 +17,7 @@ from oomb_accel.data.load import arrange, read
 from oomb_accel.data.store import StoredDocuments
 from oomb_accel.integrations.rope import trained_tokens
 from oomb_accel.training.data import data_settings
-from oomb_accel.training.model import load_tokenizer, override_rope
+from oomb_accel.training.model import load_config, load_tokenizer
 from oomb_accel.training.recipe import Recipe
 
 BARS = 40
@@ -142,10 +141,7 @@ def describe(recipe: Recipe, *, show: int) -> Found:
 
 
 def _positions(recipe: Recipe) -> int | None:
-    config = AutoConfig.from_pretrained(recipe.model_name_or_path, revision=recipe.revision)
-    if recipe.rope_parameters is not None:
-        override_rope(config, recipe.rope_parameters)
-    return trained_tokens(config.get_text_config()) or None
+    return trained_tokens(load_config(recipe).get_text_config()) or None
 
 
 def mask_of(document: Document, number: int, tokenizer: Any) -> Mask:

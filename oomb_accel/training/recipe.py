@@ -332,7 +332,7 @@ def hints() -> dict[str, Setting]:
     return _HINTS
 
 
-def _check_range(name: str, value: float | None) -> None:
+def _check_range(name: str, value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(
             f"{name} must be a finite number.\n  Got {name}={value}.\n  Set {name}={max(_LEAST[name], 1)}."
@@ -343,7 +343,7 @@ def _check_range(name: str, value: float | None) -> None:
             f"  Set {name}={_LEAST[name]} or more."
         )
     most = _MOST.get(name, _MOST_OF_ALL)
-    if isinstance(value, int) and value > most:
+    if type(value) is int and value > most:
         raise ValueError(
             f"{name} is too large.\n  Got {name}={shown(value)}; the most is {most}.\n  Set {name}={most} or less."
         )

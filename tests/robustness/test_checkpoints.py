@@ -194,3 +194,22 @@ def test_a_full_disk_at_the_second_save(
     assert [item.name for item in (place.folder / "out").glob("checkpoint-*")] == ["checkpoint-1"]
     assert main(["train", path, "--resume"]) == 0
     assert "goes on from" in capsys.readouterr().out
+
+
+def test_a_kill_while_the_first_file_is_written(place: Place) -> None:
+    """The half of a config that is left does not keep the run from beginning again."""
+    path = place.recipe()
+
+    def stop(*_: Any) -> None:
+        os._exit(1)
+
+    child = os.fork()
+    if child == 0:
+        os.replace = stop  # type: ignore[assignment]
+        main(["train", path])
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    left = [item.name for item in (place.folder / "out").iterdir()]
+    assert left and all(name.startswith(".") for name in left)
+    assert main(["train", path]) == 0
+    assert not list((place.folder / "out").glob(".*"))
