@@ -220,9 +220,8 @@ def _liger_obstacle(model: nn.Module, device: torch.device) -> str | None:
 def _load_dtype(recipe: Recipe) -> str | torch.dtype:
     if recipe.torch_dtype != "auto":
         return getattr(torch, recipe.torch_dtype)
-    # AdamW's steps are smaller than the spacing of bf16 weights: full fine-tuning needs fp32 ones. Many CPUs compute in
-    # bf16 so slowly that a run seems to stand still.
-    return "auto" if recipe.lora_r > 0 and torch.cuda.is_available() else torch.float32
+    # AdamW's steps are smaller than the spacing of bf16 weights: full fine-tuning needs fp32 ones.
+    return "auto" if recipe.lora_r > 0 else torch.float32
 
 
 def load_error(name: str, reason: object) -> ValueError:

@@ -231,7 +231,7 @@ def test_bf16(tmp_path: Path, stage: int, lora: bool) -> None:
     ("block", "text"),
     [
         ({"chunk_token": 16}, r"chunk_token'.*Did you mean 'chunk_tokens'"),
-        ({"chunk_tokens": "auto"}, r"auto.*chunk_tokens.*8192"),
+        ({"span_tokens": "auto"}, r"auto.*span_tokens"),
         ({"chunk_tokens": 32, "page_tokens": 4}, r"chunk_tokens=16 in OombCallback.*chunk_tokens=32 in .*ds\.json"),
     ],
     ids=["misspelt", "auto", "contradiction"],

@@ -107,7 +107,7 @@ def test_python_may_be_a_mapping_and_environment_fills_in(monkeypatch: pytest.Mo
     ("block", "oomb", "expected"),
     [
         ({"chunk_token": 16}, None, "(?s)'chunk_token' in the oomb block of .*ds.json.*'chunk_tokens'"),
-        ({"chunk_tokens": "auto"}, None, "set 8192"),
+        ({"span_tokens": "auto"}, None, "span_tokens"),
         ({"chunk_tokens": 512}, {"chunk_tokens": 1024}, r"(?s)1024 in OombPlugin\(oomb=...\).*512 in .*ds.json"),
         ({}, {"chunk_token": 16}, r"(?s)'chunk_token' in OombPlugin\(oomb=...\).*'chunk_tokens'"),
     ],
