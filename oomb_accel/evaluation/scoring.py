@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 import oomb_accel
 from oomb_accel import OombConfig
+from oomb_accel.data.documents import IGNORED
 from oomb_accel.progress import ProgressLine
-
-IGNORED = -100
-"""Label of a token that is not scored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.banner import say
 from oomb_accel.integrations.support import compute_dtype, gathered_bytes, whole_numel
 from oomb_accel.keep import free_bytes
-from oomb_accel.plan import Choice, Found, Job, ModelShape, choose, read_shape
+from oomb_accel.plan import Choice, Found, Job, ModelShape, choose, read_shape, settings_of
 from oomb_accel.plan.gpus import H200
 from oomb_accel.plan.sizes import DTYPE_BYTES, GIB
 
@@ -65,29 +65,13 @@ def _job(state: Attachment, tokens: int, device: torch.device) -> Job:
     config, model = state.config, _shape(state)
     trained = sum(whole_numel(p) for p in state.model.parameters() if p.requires_grad)
     total = sum(whole_numel(p) for p in state.model.parameters())
-    pages = None if config.device_pages_gib == "auto" else int(config.device_pages_gib * GIB)
     return Job(
         model=model,
         tokens=tokens,
         # Whatever is trained counts as adapters of as many numbers.
         lora_r=0 if trained == total else max(1, round(trained / model.lora_parameters(1))),
         compute_dtype="float32" if compute_dtype(state.base, device).itemsize > 2 else "bfloat16",
-        attention=config.attention,
-        top_k=config.top_k,
-        q_block=config.q_block,
-        sink_pages=config.sink_pages,
-        recent_pages=config.recent_pages,
-        dense_layers=config.dense_layers,
-        page_budget=config.page_budget,
-        chunk_tokens=config.known_chunk_tokens,
-        page_tokens=config.page_tokens,
-        span_tokens=config.span_tokens,
-        page_dtype=config.page_dtype,
-        page_grad_dtype="float32" if config.page_grad_dtype == "auto" else config.page_grad_dtype,
-        keep_outputs=config.keep_outputs,
-        keep_last_graph=config.keep_last_graph,
-        offload=config.offload,
-        device_pages_bytes=pages,
+        **settings_of(config),
         gpu=H200,  # chunks are compared with each other, not with a clock
         num_gpus=num_ranks(),
         zero_stage=3 if is_partitioned(state.model) else None,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
+from oomb_accel.config import OombConfig
 from oomb_accel.plan.gpus import H200, Gpu
 from oomb_accel.plan.pages import PageLayout
 from oomb_accel.plan.shape import ModelShape
@@ -115,3 +116,15 @@ class Job:
             page_budget=self.page_budget,
             distinct=self.distinct,
         )
+
+
+def settings_of(config: OombConfig) -> dict[str, Any]:
+    """What settings decide about a `Job`, by the names of its fields. Where they are "auto", chunks and storage are the
+    default ones: `choose` chooses among others."""
+    same = {item.name for item in fields(Job)} & {item.name for item in fields(OombConfig)}
+    pages_gib = config.device_pages_gib
+    return {name: getattr(config, name) for name in same} | {
+        "chunk_tokens": config.known_chunk_tokens,
+        "page_grad_dtype": "float32" if config.page_grad_dtype == "auto" else config.page_grad_dtype,
+        "device_pages_bytes": None if pages_gib == "auto" else int(pages_gib * GIB),
+    }

@@ -26,6 +26,7 @@ from oomb_accel.plan import (
     gpu_of_device,
     largest_tokens,
     read_shape,
+    settings_of,
     suggestions,
 )
 from oomb_accel.plan.fit import CHUNKS
@@ -226,30 +227,14 @@ def _launched_zero() -> tuple[int | None, bool]:
 
 def _job(recipe: Recipe, config: Any, machine: Machine) -> Job:
     """One step on a document whose length is still to be said."""
-    oomb = recipe.oomb
     wide = recipe.torch_dtype == "float32" or (recipe.torch_dtype == "auto" and recipe.lora_r == 0)
     return Job(
         model=replace(read_shape(config), name=recipe.model_name_or_path),
-        tokens=oomb.page_tokens,
+        tokens=recipe.oomb.page_tokens,
         lora_r=recipe.lora_r,
         weights_dtype="float32" if wide and machine.zero_stage is None else "bfloat16",
         compute_dtype="float32" if wide and recipe.mixed_precision == "no" else "bfloat16",
-        attention=oomb.attention,
-        top_k=oomb.top_k,
-        q_block=oomb.q_block,
-        sink_pages=oomb.sink_pages,
-        recent_pages=oomb.recent_pages,
-        dense_layers=oomb.dense_layers,
-        page_budget=oomb.page_budget,
-        chunk_tokens=oomb.known_chunk_tokens,
-        page_tokens=oomb.page_tokens,
-        span_tokens=oomb.span_tokens,
-        page_dtype=oomb.page_dtype,
-        page_grad_dtype="float32" if oomb.page_grad_dtype == "auto" else oomb.page_grad_dtype,
-        keep_outputs=oomb.keep_outputs,
-        keep_last_graph=oomb.keep_last_graph,
-        offload=oomb.offload,
-        device_pages_bytes=None if oomb.device_pages_gib == "auto" else int(oomb.device_pages_gib * GIB),
+        **settings_of(recipe.oomb),
         gpu=machine.gpu,
         num_gpus=machine.num_gpus,
         zero_stage=machine.zero_stage,
