@@ -103,7 +103,7 @@ class Offload:
         # A stream that waits for its backward has its pages in the arena that is there.
         if arena is None or (arena.slab_bytes < slab_bytes and arena.free_bytes == arena.num_bytes):
             if arena is not None:
-                arena.close()
+                self._close_arena(arena)
             pinner = None
             if device.type == "cuda":
                 pinner = cuda_pinner(torch.cuda.current_device() if device.index is None else device.index)
@@ -140,11 +140,14 @@ class Offload:
 
     def close(self) -> None:
         """Give all host memory back."""
-        if self.mover is not None:
-            self.mover.flush()
         if self.arena is not None:
-            self.arena.close()
+            self._close_arena(self.arena)
         self.arena = self.mover = None
+
+    def _close_arena(self, arena: HostArena) -> None:
+        if self.mover is not None:
+            self.mover.flush()  # a copy may still be on its way to its stream
+        arena.close()
 
 
 @dataclass(slots=True)
@@ -175,7 +178,8 @@ class StreamRecords:
             self.offload.mover,
             lambda layer: self.foresight.worth(kind, layer),
         )
-        weakref.finalize(records, _give_back, store, self.offload.mover, self.device).atexit = False
+        pool = records.pool.storage  # lives until its copies are in their streams
+        weakref.finalize(records, _give_back, store, self.offload.mover, pool, self.device).atexit = False
         return records
 
 
@@ -187,12 +191,15 @@ def _slab_bytes(num_bytes: int, record_bytes: int) -> int:
     return slab_bytes
 
 
-def _give_back(store: HostStore, mover: PageMover, device: torch.device) -> None:
+def _give_back(store: HostStore, mover: PageMover, pool: torch.Tensor, device: torch.device) -> None:
     """Slabs of records that nobody has any more. A step to its end has freed them; one that failed, or whose loss was
     dropped, may have copies in flight."""
-    mover.flush()
-    if store.num_bytes:
-        if device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # after a failure of the device itself there are no copies either
-                torch.cuda.synchronize(device)
-        store.close()
+
+    def close(_: torch.Tensor = pool) -> None:
+        if store.num_bytes:
+            if device.type == "cuda":
+                with contextlib.suppress(RuntimeError):  # after a failure of the device itself there are no copies
+                    torch.cuda.synchronize(device)
+            store.close()
+
+    mover.afterwards(close)

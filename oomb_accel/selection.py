@@ -100,8 +100,8 @@ class TouchedPages:
         """How many there are, ``[G]``; None where the device is not there yet."""
         if self._copied is not None and not self._copied.query():
             return None
-        named_GN = np.unpackbits(self._bits.numpy(), axis=1, count=self._num_pages, bitorder="little")
-        return named_GN.sum(1, dtype=np.int64)
+        distinct_G: npt.NDArray[np.int64] = self().sum(0, dtype=np.int64)
+        return distinct_G
 
     def numbers(self) -> npt.NDArray[np.int32]:
         """The same as places in ``[N, G]`` laid out in a row, found once."""

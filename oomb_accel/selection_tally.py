@@ -5,6 +5,7 @@ Legend: H query heads, G KV heads, T tokens, D head_dim, C mean keys, N candidat
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,10 @@ class SelectionTally:
     _num_counts: int = 0
     _sum: int = 0
     _most: int = 0
-    _masses: list[tuple[Tensor, Any]] = field(default_factory=list)
+    _masses: deque[tuple[Tensor, Any]] = field(default_factory=deque)
     """On the host, and the event behind which they are there; None on the CPU."""
+    _mass_sum: float = 0.0
+    _num_masses: int = 0
 
     def count(self, distinct_G: Any) -> None:
         """Count the distinct pages that the lists of one chunk name in one layer, by KV head; None counts nothing."""
@@ -52,6 +55,7 @@ class SelectionTally:
             weights_GRN = scores_GRC.float().softmax(-1).unflatten(-1, (-1, parts)).sum(-1)
             pages_GRK = lists.pages_GBK[:, -1:].long().expand(-1, weights_GRN.shape[1], -1)
             mass = weights_GRN.gather(2, pages_GRK).sum(2).mean()
+        self._add_masses()
         if mass.is_cuda:
             host = torch.empty(mass.shape, dtype=mass.dtype, pin_memory=True).copy_(mass, non_blocking=True)
             copied = torch.cuda.Event()
@@ -62,12 +66,19 @@ class SelectionTally:
 
     def take(self) -> dict[str, float | int]:
         """The figures since the last call, and begin anew; nothing where no pages were selected."""
-        there = [float(mass) for mass, copied in self._masses if copied is None or copied.query()]
+        self._add_masses()
         found: dict[str, float | int] = {}
         if self._num_counts:
             found = {"pages_selected": self._sum / self._num_counts, "pages_selected_most": self._most}
-        if there:
-            found["selected_mass"] = sum(there) / len(there)
-        self._num_counts = self._sum = self._most = 0
+        if self._num_masses:
+            found["selected_mass"] = self._mass_sum / self._num_masses
+        self._num_counts = self._sum = self._most = self._num_masses = 0
+        self._mass_sum = 0.0
         self._masses.clear()
         return found
+
+    def _add_masses(self) -> None:
+        """Add up those that are there, in their order."""
+        while self._masses and (self._masses[0][1] is None or self._masses[0][1].query()):
+            self._mass_sum += float(self._masses.popleft()[0])
+            self._num_masses += 1

@@ -117,10 +117,8 @@ def _config(options: argparse.Namespace, device: torch.device) -> OombConfig:
     """The settings of the recurrence.
 
     Raises:
-        ValueError: settings that contradict each other, or no such device.
+        ValueError: settings that contradict each other.
     """
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("There is no CUDA device here.\n  Got --device cuda.\n  Use --device cpu.")
     return OombConfig(
         attention=options.attention,
         chunk_tokens=options.chunk_tokens or (8192 if device.type == "cuda" else 1024),

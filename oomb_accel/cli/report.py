@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_data import RunData, names_of, read_run
 from oomb_accel.cli.report_page import FILE, page_of
 from oomb_accel.cli.report_tables import difference_table, run_table, step_table, text_of
 from oomb_accel.memory_report import peak_table
-
-if TYPE_CHECKING:
-    pass
 
 _HEADINGS = {"training": "Loss and speed", "memory": "Memory and page traffic", "comparison": "Loss and speed"}
 

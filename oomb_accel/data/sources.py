@@ -114,7 +114,7 @@ def _files(folder: Path, names: list[str], rule: str) -> list[Source]:
     sources = []
     for name in names:
         is_table = Path(name).suffix.lower() in READERS
-        reason = None if is_table else why_skipped((folder / name).read_bytes())
+        reason = None if is_table else _why_skipped(folder / name)
         if reason in (None, "minified"):  # a line may be long in a file that is a document of its own
             sources.append(_file(folder / name))
         else:
@@ -130,6 +130,13 @@ def _files(folder: Path, names: list[str], rule: str) -> list[Source]:
         f"; {rule}" if rule else ""
     )
     return [replace(sources[0], note=note), *sources[1:]]
+
+
+def _why_skipped(path: Path) -> str | None:
+    try:
+        return why_skipped(path.read_bytes())
+    except OSError:
+        return "unreadable"
 
 
 def _one_document(folder: Path, settings: DataSettings) -> Source:

@@ -49,7 +49,7 @@ def encode_all(description: str, tasks: Iterable[Task], workers: int | None = No
     first = list(itertools.islice(groups, LEAST_GROUPS))
     if workers == 1 or len(first) < LEAST_GROUPS:
         tokenizer = make_tokenizer(description)
-        for group in (*first, *groups):
+        for group in itertools.chain(first, groups):
             yield from (encode(tokenizer, task) for task in group)
         return
     local = threading.local()
@@ -65,7 +65,7 @@ def encode_all(description: str, tasks: Iterable[Task], workers: int | None = No
     pool = ThreadPoolExecutor(workers)
     under_way: deque[Future[list[Done]]] = deque()
     try:
-        for group in (*first, *groups):
+        for group in itertools.chain(first, groups):
             under_way.append(pool.submit(run, group))
             if len(under_way) > 2 * workers:
                 yield from under_way.popleft().result()
@@ -78,6 +78,7 @@ def encode_all(description: str, tasks: Iterable[Task], workers: int | None = No
             process.kill()  # what it still did is not wanted
         pool.shutdown(cancel_futures=True)
         for process in started:
+            process.kill()  # one that was just being started, too
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None

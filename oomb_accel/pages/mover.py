@@ -7,6 +7,7 @@ that must come behind it is given the mark. The host waits for the device nowher
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,8 @@ Mark: TypeAlias = Any
 _PIECE_BYTES = 4096
 """Small arrays are copied by one program per piece."""
 _UNCOUNTED_WAITS = 256
+_thread = threading.local()
+"""``copies`` is set in a thread that copies."""
 
 
 class PageMover(Protocol):
@@ -58,6 +61,10 @@ class PageMover(Protocol):
 
     def flush(self) -> None:
         """Every copy that was asked for is in its stream afterwards. Comes before memory of copies is dropped."""
+
+    def afterwards(self, action: Callable[[], None]) -> None:
+        """Do something once every copy that was asked for is in its stream. Nobody waits for himself: the garbage
+        collector may call from the thread that copies."""
 
 
 class HostMover:
@@ -92,13 +99,16 @@ class HostMover:
     def flush(self) -> None:
         return None
 
+    def afterwards(self, action: Callable[[], None]) -> None:
+        action()
+
 
 class CudaMover:
     """One stream per direction, and a thread that fills both: a copy costs the driver a microsecond or two of host
     time, and tens of thousands may belong to a chunk.
 
     Marks are events, or futures of events. One thread keeps the order, so that what a copy must come behind was given
-    to its stream before.
+    to its stream before. After a copy that was refused all others are too, so that whoever waits next is told.
 
     Args:
         pinned: whether all host memory is. Pinning may be refused at any time.
@@ -114,6 +124,7 @@ class CudaMover:
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="oomb-copies")
         self._last: Future[torch.cuda.Event] | None = None
+        self._refused: Exception | None = None
         self._in_flight: deque[tuple[torch.cuda.Event, object]] = deque()
         """What small copies read, and when they have passed."""
         self._in_flight_here: deque[tuple[torch.cuda.Event, object]] = deque()
@@ -173,6 +184,13 @@ class CudaMover:
             with contextlib.suppress(Exception):  # whoever waits for the copy is told
                 self._last.result()
 
+    def afterwards(self, action: Callable[[], None]) -> None:
+        if getattr(_thread, "copies", False):
+            self._thread.submit(action)
+        else:
+            self.flush()
+            action()
+
     def _copy(
         self,
         stream: torch.cuda.Stream,
@@ -186,13 +204,20 @@ class CudaMover:
         marks = list(after)
 
         def run() -> torch.cuda.Event:
-            with torch.cuda.device(self._device), torch.cuda.stream(stream):
-                self._order(stream, map(_event, marks))
-                method = self._method if self._pinned() else "loop"
-                used = copy_records(
-                    sources, targets, record_bytes, to_device=to_device, device=self._device, method=method
-                )
-                event = _record(stream)
+            _thread.copies = True
+            if self._refused is not None:
+                raise self._refused
+            try:
+                with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                    self._order(stream, map(_event, marks))
+                    method = self._method if self._pinned() else "loop"
+                    used = copy_records(
+                        sources, targets, record_bytes, to_device=to_device, device=self._device, method=method
+                    )
+                    event = _record(stream)
+            except Exception as error:
+                self._refused = error
+                raise
             _keep(self._in_flight_here, used, event)
             return event
 

@@ -156,7 +156,7 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
     check_vocabulary(corpus.documents, config.get_text_config().vocab_size)
     lengths = [len(document.input_ids) for document in corpus.documents]
     if recipe.oomb.enabled and recipe.oomb.beyond_trained_length == "error":
-        check_length(config, [getattr(document, "longest", len(document.input_ids)) for document in corpus.documents])
+        check_length(config, [document.longest for document in corpus.documents])
     machine = find_machine(gpu, num_gpus)
     sampler = LengthBalancedSampler(
         lengths,

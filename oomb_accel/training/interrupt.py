@@ -51,7 +51,8 @@ class StopSignals:
             for end in self._pipe:
                 os.set_blocking(end, False)
             self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-            wanted = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
+            # None is a handler of other code that Python cannot put back; ignored are those of nohup.
+            wanted = [number for number in SIGNALS if signal.getsignal(number) not in (None, signal.SIG_IGN)]
             self._before = {number: signal.signal(number, self._handle) for number in wanted}
         return self
 

@@ -104,9 +104,9 @@ class Trackers:
         tracker = make(self._name, folder) if name in _FILES else make(PROJECT, name=self._name)
         if hasattr(tracker, "start"):  # of releases in which making one does not begin it
             tracker.start()
+        tracker.store_init_configuration(_flat(recipe.to_dict(), plain=name in _FILES))
         self._open.append(tracker)
         self._accelerator.trackers = list(self._open)
-        tracker.store_init_configuration(_flat(recipe.to_dict(), plain=name in _FILES))
 
     def _warn(self, name: str, error: Exception) -> None:
         print(

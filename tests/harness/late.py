@@ -104,6 +104,9 @@ class LateMover(PageMover):
     def flush(self) -> None:
         return None
 
+    def afterwards(self, action: Callable[[], None]) -> None:
+        action()
+
     def _copy(
         self,
         stream: deque[Work],
