@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import profile_step, whole_step, zero  # noqa: F401  registers
+from benchmarks import depths, profile_step, whole_step, zero  # noqa: F401  registers
 from benchmarks.registry import BENCHMARKS, Row, environment, table
 
 

@@ -10,9 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import run
+from benchmarks import depths, long_document, run
 from benchmarks.registry import BENCHMARKS, Row, table
+from oomb_accel.training.data import load_corpus
+from oomb_accel.training.model import load_tokenizer
+from oomb_accel.training.recipe import Recipe
 from tests.distributed.ranks import ROOT, needs_deepspeed
 
 
@@ -34,6 +38,28 @@ def test_whole_step_at_tiny_size(
     assert [row["side"] for row in rows] == ["oomb", "oomb-no-kept", "peer"]
     assert all(row["seconds"] > 0 and row["tokens_per_second"] > 0 and row["torch"] for row in rows)
     assert "| benchmark | side |" in capsys.readouterr().out
+
+
+def test_chunks_at_depths_add_up_to_a_step() -> None:
+    device = torch.device("cpu")
+    (row,) = depths.depths(
+        shape="tiny", lengths=[1300], sides=["oomb-bf16-grads-no-kept"], chunk_tokens=128, timed=1, device=device
+    )
+    measured = row.details["seconds_of_chunk"]
+    assert list(measured) == [2, 5, 10] and all(seconds > 0 for seconds in measured.values())
+    assert row.seconds > 0
+    # Seconds that grow by 2 from chunk to chunk, beginning with 3.
+    assert depths.whole_step_seconds({2: 7.0, 5: 13.0, 10: 23.0}, 11) == pytest.approx(sum(range(3, 25, 2)))
+
+
+def test_a_long_document_is_what_oomb_train_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["long_document", str(tmp_path), "--shape", "tiny", "--tokens", "700", "900"])
+    assert long_document.main() == 0
+    document_path = str(tmp_path / "document-900.jsonl")
+    model_path, out = str(tmp_path / "model"), str(tmp_path / "out")
+    recipe = Recipe(model_name_or_path=model_path, data_path=document_path, output_dir=out)
+    (document,) = load_corpus(recipe, load_tokenizer(recipe)).documents
+    assert len(document.input_ids) == 900 and max(document.input_ids) < 512
 
 
 @needs_deepspeed

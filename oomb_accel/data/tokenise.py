@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,6 @@ class TextEncoder:
         self._tokenizer = tokenizer
         description = description_of(tokenizer)
         plain = self._call(SAMPLE, special=False)
-        self._prefix, self._suffix = self._framing(plain)
         if description is not None:
             alone = [done.ids.tolist() for done in encode_all(description, [Task(SAMPLE)], workers=1)]
             description = description if alone == [plain] else None
@@ -124,11 +124,11 @@ class TextEncoder:
             return
         whole = part.targets is None
         if piece.first and part.special:
-            self._add(self._prefix, whole, writer)
+            self._add(self._framing[0], whole, writer)
         writer.add(done.ids, done.targets)
         if piece.task.behind is None:
             if part.special:
-                self._add(self._suffix, whole, writer)
+                self._add(self._framing[1], whole, writer)
             end = self._tokenizer.eos_token_id
             if part.end and end is not None and not (len(done.ids) and done.ids[-1] == end):
                 self._add([end], True, writer)
@@ -164,10 +164,13 @@ class TextEncoder:
         ids: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
 
-    def _framing(self, plain: list[int]) -> tuple[list[int], list[int]]:
-        """Special tokens in front of a text and behind it; a final end token is left out, as it is set apart."""
-        framed = self._call(SAMPLE, special=True)
-        at = next((i for i in range(len(framed)) if framed[i : i + len(plain)] == plain), None)
+    @cached_property
+    def _framing(self) -> tuple[list[int], list[int]]:
+        """Special tokens in front of a text and behind it; a final end token is left out, as it is set apart. Rows that
+        are tokenised have no need of them."""
+        plain, framed = self._call(SAMPLE, special=False), self._call(SAMPLE, special=True)
+        places = range(len(framed) - len(plain) + 1)
+        at = next((i for i in places if framed[i : i + len(plain)] == plain), None)
         if at is None:
             raise ValueError(
                 "The tokenizer changes a text when it adds special tokens.\n"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from oomb_accel.data import pieces as pieces_module
-from oomb_accel.data.examples import Part
+from oomb_accel.data.examples import Example, Part, Ready
 from oomb_accel.data.meter import Meter
 from oomb_accel.data.pieces import can_cut, find_cut, pieces
 from oomb_accel.data.settings import DataSettings
@@ -125,7 +125,7 @@ def test_a_single_huge_line_is_one_piece() -> None:
     assert list(pieces(["a b" * 100] * 50, 64)) == [("a b" * 5000, None)]
 
 
-def write(encoder: TextEncoder, folder: Path, *documents: list[Part], cut: bool = True) -> TokenStore:
+def write(encoder: TextEncoder, folder: Path, *documents: Example, cut: bool = True) -> TokenStore:
     folder.mkdir()
     writer = StoreWriter(folder)
     named = [Named(0, f" {number}", parts) for number, parts in enumerate(documents)]
@@ -199,6 +199,31 @@ def test_slow_tokenizers(tmp_path: Path) -> None:
     assert bytes(store.tokens.astype(np.uint8)) == b"abcdefxy\0"
     assert store.labels(0, 6).tolist() == [-100, 98, 99, -100, -100, 102]
     assert store.num_targets(6, 9) == 2
+
+
+class Prefixing(Slow):
+    """Whose special tokens are no frame around a text."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) + add_special_tokens for letter in text]}
+
+
+class Wordless(Slow):
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": []}
+
+
+@pytest.mark.parametrize("tokenizer", [Prefixing(), Wordless()])
+def test_tokenised_rows_ask_nothing_of_a_tokenizer(tokenizer: Slow, tmp_path: Path) -> None:
+    ready = Ready(np.array([5, 6, 7], np.uint32), [(0, 3)])
+    store = write(TextEncoder(tokenizer), tmp_path / "s", ready)
+    assert store.tokens.tolist() == [5, 6, 7]
+
+
+def test_special_tokens_that_change_a_text_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="changes a text when it adds special tokens"):
+        write(TextEncoder(Prefixing()), tmp_path / "s", [part("xy", special=True)])
+    assert len(write(TextEncoder(Wordless()), tmp_path / "w", [part("xy", special=True, end=True)]).tokens) == 1
 
 
 def test_processes_give_the_same_in_order(any_tokenizer: PreTrainedTokenizerFast) -> None:
