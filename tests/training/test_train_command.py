@@ -289,6 +289,16 @@ def test_the_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         assert sent == [signal.SIGINT] and signal.getsignal(signal.SIGINT) == signal.SIG_DFL
 
 
+def test_a_handler_that_python_did_not_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = signal.getsignal
+    before = plain(signal.SIGTERM)
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGTERM else plain(number))
+    with StopSignals(lambda: False) as stop:
+        assert plain(signal.SIGTERM) is before
+        assert plain(signal.SIGINT) == stop._handle
+    assert plain(signal.SIGTERM) is before
+
+
 def test_output_is_plain_where_nobody_looks(
     settings: dict[str, Any], write_recipe: Write, capfd: pytest.CaptureFixture[str]
 ) -> None:
