@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from oomb_accel.host import host_limits
-from oomb_accel.integrations.agreement import agree_on_least, is_partitioned, num_ranks, ranks_on_host, refusing_together
+from oomb_accel.integrations.agreement import (
+    agree_on_least,
+    is_partitioned,
+    num_ranks,
+    ranks_on_host,
+    refusing_together,
+)
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.banner import say
 from oomb_accel.integrations.support import compute_dtype, gathered_bytes, whole_numel

@@ -168,9 +168,7 @@ def _error_of(act: Callable[[], object]) -> str:
 def test_a_rank_that_cannot_choose_settings_lets_nobody_wait(tmp_path: Path, stage: int) -> None:
     job = _job(stage, 2)
     job = replace(job, steps=job.steps[:1])
-    (first, ours), (second, theirs) = run_ranks(
-        _refuses_before_settings_are_chosen, job, folder=tmp_path, timeout_s=60
-    )
+    (first, ours), (second, theirs) = run_ranks(_refuses_before_settings_are_chosen, job, folder=tmp_path, timeout_s=60)
     assert all("Another rank has refused its batch" in said for said in first)
     for said, words in zip(second, ("Got 0;", "not iterable", "num_targets", "lost", "lost"), strict=True):
         assert words in said
