@@ -161,9 +161,9 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
     corpus = load_corpus(recipe, load_tokenizer(recipe))
     config = load_config(recipe)
     check_vocabulary(corpus.documents, config.get_text_config().vocab_size)
-    lengths = [len(document.input_ids) for document in corpus.documents]
+    lengths = corpus.documents.num_tokens()
     if recipe.oomb.enabled and recipe.oomb.beyond_trained_length == "error":
-        check_length(config, [document.longest for document in corpus.documents])
+        check_length(config, corpus.documents.longest())
     sampler = LengthBalancedSampler(
         lengths,
         num_ranks=machine.num_gpus,
@@ -177,7 +177,7 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
         recipe=recipe,
         machine=machine,
         lengths=lengths,
-        num_targets=sum(document.num_targets for document in corpus.documents),
+        num_targets=sum(corpus.documents.num_targets()),
         notes=list(corpus.notes),
         num_steps=num_steps,
         steps_done=min(num_steps, read_progress(folder.resume)["step"] if folder.resume is not None else 0),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from oomb_accel.data.documents import Corpus
+from oomb_accel.data.store import Corpus
 from tests.data.conftest import Load
 
 ROWS = [{"prompt": "the fox", "completion": " jumps"}, {"prompt": "Grüße\n", "completion": 'a "b", c\n好'}]
