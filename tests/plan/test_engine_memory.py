@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -70,18 +72,38 @@ def test_pages_are_divided_once_per_step(monkeypatch: pytest.MonkeyPatch) -> Non
     spy.assert_called_once()
 
 
-def test_the_workspace_of_the_sparse_backward_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_workspace_of_the_sparse_backward_is_counted(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as it is more than logits, which are gone by then."""
     state = switched_on()
     plan = schedule(state, 800)
     workspace = backward_workspace_bytes(
-        num_heads=4, num_groups=2, num_tokens=16, block_tokens=64, room=1, page_tokens=4, head_dim=16, itemsize=4
+        **{"num_heads": 4, "num_groups": 2, "num_tokens": 16, "block_tokens": 64, "room": 1},
+        **{"page_tokens": 4, "head_dim": 16, "itemsize": dtype.itemsize},
     )
-    assert step_memory._sparse_workspace(state, plan) == workspace
-    assert step_memory._sparse_workspace(state, schedule(state, 16)) == 0, "nothing is selected"
+    assert step_memory._sparse_workspace(state, plan, dtype) == workspace
+    assert step_memory._sparse_workspace(state, schedule(state, 16), dtype) == 0, "nothing is selected"
     for vocabulary in (10, 10_000):
         monkeypatch.setattr(state.base.config, "vocab_size", vocabulary)
         with torch.no_grad():
-            without = step_memory._other_bytes(state, plan)
-        logits = 16 * vocabulary * 4
-        assert step_memory._other_bytes(state, plan) - without == max(0, workspace - logits)
+            without = step_memory._other_bytes(state, plan, dtype)
+        logits = 16 * vocabulary * dtype.itemsize
+        assert step_memory._other_bytes(state, plan, dtype) - without == max(0, workspace - logits)
+
+
+@pytest.mark.parametrize("what", [{"device_pages_gib": "auto"}, {"device_pages_gib": 1e3}, {"offload": False}], ids=str)
+def test_under_autocast_a_step_works_in_its_type(what: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a step asks what it takes beside pages: weights are fp32, logits and dS are not."""
+    asked: list[torch.dtype] = []
+
+    def other_bytes(state: Attachment, plan: ChunkSchedule, dtype: torch.dtype) -> int:
+        asked.append(dtype)
+        return 0
+
+    monkeypatch.setattr(step_memory, "_other_bytes", other_bytes)
+    monkeypatch.setattr(step_memory, "free_bytes", lambda device: 10**5 if "offload" not in what else 10**9)
+    model = tiny_model()
+    oomb_accel.enable(model, sparse(q_block=64, top_k=1, span_tokens=8, **what))
+    with torch.autocast("cpu", torch.bfloat16), contextlib.suppress(ValueError):
+        model(**BATCH).loss.backward()
+    assert asked and set(asked) == {torch.bfloat16}
