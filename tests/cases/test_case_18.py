@@ -134,7 +134,7 @@ def test_too_little_host_memory(
 ) -> None:
     """A limit that the error names is enough for the whole step, however records lie in slabs."""
     if slab_bytes is not None:
-        monkeypatch.setattr("oomb_accel.offload.slab_bytes_for", lambda _: slab_bytes)
+        monkeypatch.setattr("oomb_accel.offload.slab_bytes_for", lambda *_: slab_bytes)
     settings = dataclasses.replace(settings, offload=True)
     text = refusal(model, dataclasses.replace(settings, host_memory_gib=1e-6))
     assert "host memory" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 from unittest import mock
 
@@ -12,13 +13,17 @@ import torch
 import oomb_accel
 from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import Attachment, attachment_of
+from oomb_accel.offload import Offload
 from oomb_accel.pages import PageRooms
+from oomb_accel.plan import Job, estimate, read_shape
+from oomb_accel.plan.sizes import GIB, in_slabs, slab_bytes_for
 from oomb_accel.schedule import ChunkSchedule
 from oomb_kernels import backward_workspace_bytes
 from tests.harness.batches import documents_of, packed
 from tests.harness.models import tiny_model
 from tests.harness.sparse import sparse
 
+MIB = 2**20
 BATCH = packed(documents_of(800)).batch
 
 
@@ -107,3 +112,39 @@ def test_under_autocast_a_step_works_in_its_type(what: dict[str, Any], monkeypat
     with torch.autocast("cpu", torch.bfloat16), contextlib.suppress(ValueError):
         model(**BATCH).loss.backward()
     assert asked and set(asked) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("tokens", [16_384, 30_000, 300_000])
+def test_host_memory_is_made_as_it_was_estimated(tokens: int) -> None:
+    """Whole slabs, whatever the need."""
+    job = Job(
+        model=read_shape("qwen2.5-7b"),
+        tokens=tokens,
+        chunk_tokens=256,
+        device_pages_bytes=20_000 * tokens,
+        host_bytes=1 << 42,
+    )
+    memory = estimate(job).memory
+    assert memory.plan.fits and memory.plan.offloads
+    engine = Offload()
+    engine._budget = 1 << 60
+    made = engine.check(memory.plan.host_bytes, job.pages.gradient_record)
+    assert memory.pinned["K, V and page gradients"] == made
+
+
+@pytest.mark.parametrize(
+    ("need", "record", "size"),
+    [
+        (0, 1, 2 * MIB),
+        (20 * MIB, 1, 2 * MIB),
+        (300 * MIB, 1, 32 * MIB),
+        (8 * GIB - 1, 1, 512 * MIB),
+        (8 * GIB, 1, GIB),
+        (900 * GIB, 1, GIB),
+        (20 * MIB, 2 * MIB + 1, 4 * MIB),
+        (900 * GIB, GIB + 1, 2 * GIB),
+    ],
+)
+def test_slab_size_follows_the_need(need: int, record: int, size: int) -> None:
+    assert slab_bytes_for(need, record) == size
+    assert in_slabs(need, size) == (math.ceil(need / size) + 1) * size
