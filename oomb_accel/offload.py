@@ -20,7 +20,6 @@ from oomb_accel.host import (
     gib_text,
     host_budget,
     host_limits,
-    slab_bytes_for,
 )
 from oomb_accel.pages import (
     CudaMover,
@@ -33,6 +32,7 @@ from oomb_accel.pages import (
     StoredPages,
     TieredPages,
 )
+from oomb_accel.plan.sizes import in_slabs, slab_bytes_for
 from oomb_accel.schedule import ChunkSchedule
 
 
@@ -72,9 +72,8 @@ class Offload:
         if self._budget is None:
             limits = self._limits or host_limits()
             self._budget = host_budget(self.host_memory_gib, limits, ranks_on_host=self.ranks_on_host)
-        # Values and gradients each begin slabs of their own.
-        slab_bytes = _slab_bytes(num_bytes, record_bytes)
-        needed = (-(-num_bytes // slab_bytes) + 1) * slab_bytes + self.host_bytes()["page_memory_used"]
+        made = in_slabs(num_bytes, slab_bytes_for(num_bytes, record_bytes))
+        needed = made + self.host_bytes()["page_memory_used"]
         if needed > self._budget:
             raise ValueError(
                 "The pages of this document need more host memory than they may have.\n"
@@ -94,11 +93,8 @@ class Offload:
         Raises:
             ValueError: it is more than the setting or the machine allows.
         """
-        needed, slab_bytes, arena = (
-            self.check(num_bytes, record_bytes),
-            _slab_bytes(num_bytes, record_bytes),
-            self.arena,
-        )
+        needed, slab_bytes = self.check(num_bytes, record_bytes), slab_bytes_for(num_bytes, record_bytes)
+        arena = self.arena
         assert self._budget is not None
         # A stream that waits for its backward has its pages in the arena that is there.
         if arena is None or (arena.slab_bytes < slab_bytes and arena.free_bytes == arena.num_bytes):
@@ -181,14 +177,6 @@ class StreamRecords:
         pool = records.pool.storage  # lives until its copies are in their streams
         weakref.finalize(records, _give_back, store, self.offload.mover, pool, self.device).atexit = False
         return records
-
-
-def _slab_bytes(num_bytes: int, record_bytes: int) -> int:
-    """Of an arena for so many bytes. A record never straddles slabs."""
-    slab_bytes = slab_bytes_for(num_bytes)
-    while slab_bytes < record_bytes:
-        slab_bytes *= 2
-    return slab_bytes
 
 
 def _give_back(store: HostStore, mover: PageMover, pool: torch.Tensor, device: torch.device) -> None:

@@ -261,6 +261,12 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str] | None) ->
     return (Source(place, "json", dict(block)),)
 
 
+def launched_config() -> str | None:
+    """The DeepSpeed config of ``accelerate launch``; None where there is none, which Accelerate also calls ``none``."""
+    given = os.environ.get(LAUNCHED_CONFIG)
+    return None if given == "none" else given
+
+
 def load_deepspeed_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
     """A DeepSpeed config as a new dict, whichever form it comes in.
 
@@ -331,7 +337,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _place_of(config: object, values: Mapping[str, Any]) -> str:
     """The file of a config. Accelerate passes a dict on; if that holds the block of the launch's file, it is that."""
-    path = os.environ.get(LAUNCHED_CONFIG, "") if isinstance(config, Mapping) else str(config)
+    path = (launched_config() or "") if isinstance(config, Mapping) else str(config)
     if not os.path.exists(path):
         return "the DeepSpeed config"
     if isinstance(config, Mapping) and load_deepspeed_config(path).get(BLOCK) != values.get(BLOCK):

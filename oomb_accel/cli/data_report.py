@@ -116,10 +116,9 @@ def describe(recipe: Recipe, *, show: int) -> Found:
             raise
         refusal = str(error)
     else:
-        assert isinstance(corpus.documents, StoredDocuments)
         notes, documents = corpus.notes, corpus.documents
     positions = _positions(recipe)
-    longest = [(one.name, max(end - start for start, end in one.ranges)) for one in documents.sequences]
+    longest = zip([one.name for one in documents.sequences], documents.longest(), strict=True)
     if show and documents and not 0 < show <= len(documents):
         raise ValueError(
             f"There is no document {show}.\n  There are {len(documents):,} behind cutting and packing.\n"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from oomb_accel.config import unknown_key_message
 from oomb_accel.sources import (
-    LAUNCHED_CONFIG,
     PRESET_VARIABLE,
     from_deepspeed,
     from_text,
     gather,
+    launched_config,
     resolve,
     setting_names,
     variable_of,
@@ -123,8 +123,7 @@ def _check_requested(script_arguments: list[str]) -> bool:
     """Whether chunk recurrence is to be switched on: ``enabled: false`` asks for a plain run. Contradictions between
     settings come out here, and a run without any settings is given the defaults.
     """
-    config = os.environ.get(LAUNCHED_CONFIG)
-    configs = [None if config == "none" else config]
+    configs = [launched_config()]
     # Trainer's --deepspeed ds.json and the like.
     paths = [word.partition("=")[2] or word for word in script_arguments]
     configs += [path for path in paths if path.endswith(".json") and _has_block(path)]

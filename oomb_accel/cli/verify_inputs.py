@@ -116,6 +116,8 @@ def _text(path: str, options: argparse.Namespace, vocab_size: int) -> Tensor:
         max_length=options.tokens,
         truncation="start",
     )
-    document = max(load_corpus(recipe, load_tokenizer(recipe)).documents, key=lambda document: len(document.input_ids))
+    documents = load_corpus(recipe, load_tokenizer(recipe)).documents
+    lengths = documents.num_tokens()
+    document = documents[lengths.index(max(lengths))]
     check_vocabulary([document], vocab_size)
     return document.input_ids

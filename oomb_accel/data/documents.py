@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -31,24 +30,10 @@ class Document:
         """Targets of this sequence: labelled tokens, the first one excepted."""
         return int((self.labels[1:] != IGNORED).sum())
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document in the sequence: one more than its highest position."""
-        return max(end - start for start, end in pairwise([*self.starts, len(self.input_ids)]))
-
     def position_ids(self) -> torch.Tensor:
         """int64 ``[tokens]``: 0 at the first token of each document."""
         ends = [*self.starts[1:], len(self.input_ids)]
         return torch.cat([torch.arange(end - start) for start, end in zip(self.starts, ends, strict=True)])
-
-
-@dataclass(slots=True)
-class Corpus:
-    """The documents of a run, and what the user should know about how they were read."""
-
-    documents: Sequence[Document] = field(default_factory=list)
-    """Made anew at each access where they lie in a file: keep none that is not in use."""
-    notes: list[str] = field(default_factory=list)
 
 
 def collate(documents: Sequence[Document], pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -97,8 +82,8 @@ def last_tokens_batch(document: Document, num_tokens: int) -> dict[str, torch.Te
     return collate([Document(document.name, document.input_ids, labels, document.starts)], pad_token_id=0)
 
 
-def check_vocabulary(documents: Sequence[Document], vocab_size: int) -> None:
-    """Refuse ready ``input_ids`` that the model has no embedding for.
+def within_vocabulary(documents: Iterable[Document], vocab_size: int) -> Iterator[Document]:
+    """The same documents, without ready ``input_ids`` that the model has no embedding for.
 
     Raises:
         ValueError: naming the document and the id.
@@ -112,3 +97,10 @@ def check_vocabulary(documents: Sequence[Document], vocab_size: int) -> None:
                 f"  Got id {wrong}; the model's vocabulary has {vocab_size} ids, from 0.\n"
                 "  Tokenise the data with this model's own tokenizer."
             )
+        yield document
+
+
+def check_vocabulary(documents: Iterable[Document], vocab_size: int) -> None:
+    """Read documents for nothing but :func:`within_vocabulary`."""
+    for _ in within_vocabulary(documents, vocab_size):
+        pass

@@ -12,14 +12,13 @@ from typing import Any
 
 from oomb_accel.data.cache import cached
 from oomb_accel.data.chat import Notes
-from oomb_accel.data.documents import Corpus
 from oomb_accel.data.examples import row_example, text_example
 from oomb_accel.data.lengths import fit, leave_out_untrained
 from oomb_accel.data.meter import Meter
 from oomb_accel.data.pack import pack
 from oomb_accel.data.settings import DataSettings
 from oomb_accel.data.sources import Source, find_sources
-from oomb_accel.data.store import FORMAT, StoredDocuments, StoreWriter, TokenStore, TrainingSequence
+from oomb_accel.data.store import FORMAT, Corpus, StoredDocuments, StoreWriter, TokenStore, TrainingSequence
 from oomb_accel.data.tokenise import Named, TextEncoder, UnprovenCut, description_of
 
 RULES = 1

@@ -148,7 +148,8 @@ class TrainingSequence:
 
 
 class StoredDocuments(Sequence[Document]):
-    """Documents that are read from the store when they are asked for."""
+    """Documents that are read from the store when they are asked for: keep none that is not in use. What is asked of
+    all of them at once is known without reading."""
 
     def __init__(self, store: TokenStore, sequences: Sequence[TrainingSequence]) -> None:
         self.store, self.sequences = store, sequences
@@ -174,6 +175,18 @@ class StoredDocuments(Sequence[Document]):
         """Of each sequence."""
         return [sequence.num_tokens for sequence in self.sequences]
 
+    def longest(self) -> list[int]:
+        """Tokens of the longest document in each sequence: one more than its highest position."""
+        return [max(end - start for start, end in sequence.ranges) for sequence in self.sequences]
+
     def num_targets(self) -> list[int]:
-        """Of each sequence, without reading its tokens."""
+        """Of each sequence."""
         return [sum(self.store.num_targets(*part) for part in sequence.ranges) for sequence in self.sequences]
+
+
+@dataclass(slots=True)
+class Corpus:
+    """The documents of a run, and what the user should know about how they were read."""
+
+    documents: StoredDocuments
+    notes: list[str]

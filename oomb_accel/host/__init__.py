@@ -1,6 +1,6 @@
 """Host memory for pages: what the machine has (limits), slabs of pinned memory (arena), records in slabs (store)."""
 
-from oomb_accel.host.arena import HostArena, HostMemoryError, Slab, slab_bytes_for
+from oomb_accel.host.arena import HostArena, HostMemoryError, Slab
 from oomb_accel.host.limits import HostLimits, MemoryGroup, gib_above, gib_text, host_budget, host_limits
 from oomb_accel.host.mapping import Pinner, cuda_pinner
 from oomb_accel.host.store import HostStore
@@ -18,5 +18,4 @@ __all__ = [
     "gib_text",
     "host_budget",
     "host_limits",
-    "slab_bytes_for",
 ]

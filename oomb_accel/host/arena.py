@@ -18,11 +18,8 @@ from torch import Tensor
 
 from oomb_accel.host.limits import HostLimits, gib_above, gib_text, host_limits
 from oomb_accel.host.mapping import HostMapping, Pinner, cuda_pinner
-from oomb_accel.progress import GIB
+from oomb_accel.plan.sizes import LARGEST_SLAB_BYTES
 
-LARGEST_SLAB_BYTES = GIB
-SMALLEST_SLAB_BYTES = 2 << 20
-LEAST_SLABS = 8
 MOST_THREADS = 8
 PART_BYTES = 32 << 20
 """What a thread makes present before it looks again for something more urgent, or for the end."""
@@ -69,7 +66,7 @@ class HostArena:
 
     Args:
         limit_bytes: hard cap on the memory of all slabs; see `host_budget`.
-        slab_bytes: of each slab; see `slab_bytes_for`.
+        slab_bytes: of each slab; see `plan.sizes.slab_bytes_for`.
         pin: register the slabs with CUDA, for the current device, where CUDA is there. Where it refuses, there is one
             warning, and that slab and all later ones are pageable.
         pinner: used instead of CUDA.
@@ -327,15 +324,6 @@ class HostArena:
                 self._parts = deque(part for part in self._parts if part[0] is not build)
             self._target = len(self._slabs) + len(self._builds)
             self._changed.notify_all()
-
-
-def slab_bytes_for(num_bytes: int) -> int:
-    """Slab size for an arena that will hold about so many bytes: a power of two from 2 MiB to 1 GiB, at least eight
-    slabs, so that the last one wastes little."""
-    size = SMALLEST_SLAB_BYTES
-    while size < LARGEST_SLAB_BYTES and 2 * size * LEAST_SLABS <= num_bytes:
-        size *= 2
-    return size
 
 
 def _num_parts(slab_bytes: int) -> int:

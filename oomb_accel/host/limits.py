@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from oomb_accel.plan.sizes import host_margin
 from oomb_accel.progress import GIB
-
-MOST_MARGIN_BYTES = 4 * GIB
-MARGIN_SHARE = 16
-"""One part in so many of the memory is left to everybody else, up to ``MOST_MARGIN_BYTES``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +67,7 @@ class HostLimits:
     def margin_bytes(self) -> int:
         """What is never planned for: other programs, data loading, saving."""
         whole = self.total_bytes if self.limit_bytes is None else min(self.total_bytes, self.limit_bytes)
-        return min(MOST_MARGIN_BYTES, whole // MARGIN_SHARE)
+        return host_margin(whole)
 
     @property
     def scarce(self) -> str:

@@ -6,6 +6,8 @@ Under ZeRO 3 every pass gathers parameters, so ranks whose documents have fewer 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -54,6 +56,17 @@ def agree_on_least(first: int, second: int, device: torch.device) -> tuple[int, 
 def refuse_passes(device: torch.device) -> None:
     """Take part in the agreement of a step that this rank cannot run, so that the others do not wait for it."""
     _largest((0, 1), device)
+
+
+@contextmanager
+def refusing_together(device: torch.device) -> Iterator[None]:
+    """Where something fails inside, this rank takes part in the agreement that comes next, so that the others hear of
+    it. Nothing inside may be collective."""
+    try:
+        yield
+    except Exception:
+        refuse_passes(device)
+        raise
 
 
 def _check_refused(refused: int) -> None:

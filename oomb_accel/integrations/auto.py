@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from oomb_accel.host import host_limits
-from oomb_accel.integrations.agreement import agree_on_least, is_partitioned, num_ranks, ranks_on_host
+from oomb_accel.integrations.agreement import (
+    agree_on_least,
+    is_partitioned,
+    num_ranks,
+    ranks_on_host,
+    refusing_together,
+)
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.banner import say
 from oomb_accel.integrations.support import compute_dtype, gathered_bytes, whole_numel
@@ -23,7 +29,8 @@ _AUTO = ("chunk_tokens", "page_grad_dtype")
 
 def choose_settings(state: Attachment, *batches: Mapping[str, Any]) -> None:
     """Choose what is "auto", unless that is done. Evaluation chooses nothing. Collective where several ranks train, all
-    of which come here with their first batches: they take the smallest chunk that one of them has chosen.
+    of which come here with their first batches: they take the smallest chunk that one of them has chosen. One that
+    cannot choose is no loss to the others: all of them raise.
 
     Args:
         batches: of the step.
@@ -36,8 +43,9 @@ def choose_settings(state: Attachment, *batches: Mapping[str, Any]) -> None:
     if state.chosen is not None or not any(auto.values()) or not torch.is_grad_enabled():
         return
     device = next(state.model.parameters()).device
-    tokens = state.stream_tokens or max(map(_num_tokens, batches))
-    choice = choose(_job(state, tokens, device), **auto)
+    with refusing_together(device):
+        tokens = state.stream_tokens or max(map(_num_tokens, batches))
+        choice = choose(_job(state, tokens, device), **auto)
     chunk, grad_bytes = agree_on_least(choice.chunk_tokens, DTYPE_BYTES[choice.page_grad_dtype], device)
     storage = choice.page_grad_dtype if grad_bytes == DTYPE_BYTES[choice.page_grad_dtype] else "bfloat16"
     agreed = Choice(chunk, storage, choice.reasons)

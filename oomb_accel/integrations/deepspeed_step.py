@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oomb_accel.integrations.agreement import agree_on_passes, num_ranks, refuse_passes
+from oomb_accel.integrations.agreement import agree_on_passes, num_ranks, refusing_together
 from oomb_accel.integrations.attachment import Attachment, attachment_of
 from oomb_accel.integrations.auto import choose_settings
 from oomb_accel.integrations.engine import check_setup
@@ -67,19 +67,16 @@ def step(engine: Any, batches: Mapping[str, Any] | Sequence[Mapping[str, Any]]) 
             several backwards, or a batch that a chunked step refuses. Nothing has been accumulated then.
         RuntimeError: another rank has refused its batch.
     """
-    micro_batches = [dict(batches)] if isinstance(batches, Mapping) else [dict(batch) for batch in batches]
     state = attachment_of(engine.module)
-    with torch.enable_grad():  # whatever the caller's mode is, this is training
-        choose_settings(state, *micro_batches)
-    try:
+    with refusing_together(engine.device):
+        micro_batches = [dict(batches)] if isinstance(batches, Mapping) else [dict(batch) for batch in batches]
         _check_engine(engine, len(micro_batches))
         for batch in micro_batches:
             _check_batch(batch)
-        with torch.enable_grad():
+    with torch.enable_grad():  # whatever the caller's mode is, this is training
+        choose_settings(state, *micro_batches)
+        with refusing_together(engine.device):
             streams = [checked_stream(state, batch) for batch in micro_batches]
-    except Exception:
-        refuse_passes(engine.device)
-        raise
     agree_on_passes(0, engine.device)  # nobody has refused
     num_targets = _sum_over_ranks(sum(stream.num_targets for stream in streams), engine.device)
     weight = -float(num_ranks()) / max(int(num_targets), 1)  # the engine takes the mean over ranks

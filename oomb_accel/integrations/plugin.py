@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from accelerate.utils import DeepSpeedPlugin
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations.engine import install
 from oomb_accel.integrations.versions import check_versions
-from oomb_accel.sources import BLOCK, LAUNCHED_CONFIG, Resolved, Source, gather, resolve
+from oomb_accel.sources import BLOCK, Resolved, Source, gather, launched_config, resolve
 
 
 @dataclass
@@ -38,7 +37,7 @@ class OombPlugin(DeepSpeedPlugin):
         check_versions("deepspeed", "accelerate")
         given = self.hf_ds_config
         if given is None:  # as Accelerate does: accelerate launch passes the file by this variable
-            given = os.environ.get(LAUNCHED_CONFIG)
+            given = launched_config()
         # Before Accelerate reads the file: it would lose the name, and a key that stands twice.
         config = getattr(given, "config", given)  # an HfDeepSpeedConfig holds a dict
         python = Source.of_python(self.oomb, "OombPlugin(oomb=...)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from oomb_accel.chunk_pass import ChunkPass
 from oomb_accel.gradients import DeferredGradients, ReturnedGradients
 from oomb_accel.integrations import attention_interface
-from oomb_accel.integrations.agreement import agree_on_passes, is_partitioned, num_ranks, refuse_passes
+from oomb_accel.integrations.agreement import agree_on_passes, is_partitioned, num_ranks, refusing_together
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.auto import choose_settings
 from oomb_accel.integrations.outputs import OombOutput
@@ -101,12 +101,8 @@ def _agreed_stream(state: Attachment, batch: dict[str, Any], *, collective: bool
     Raises:
         ValueError, RuntimeError: as `chunked_step`.
     """
-    try:
+    with refusing_together(next(state.model.parameters()).device) if collective else nullcontext():
         stream = checked_stream(state, batch)
-    except Exception:
-        if collective:
-            refuse_passes(next(state.model.parameters()).device)
-        raise
     num_chunks = len(stream.schedule.chunks)
     return stream, agree_on_passes(num_chunks, stream.token_index_T.device) if collective else num_chunks
 

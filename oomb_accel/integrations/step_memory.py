@@ -117,10 +117,11 @@ def _page_bytes(
     if config.device_pages_gib != "auto":
         asked, free = int(config.device_pages_gib * GIB), free_bytes(device)
         if min(asked, shape.num_bytes(schedule, dtype)) > free:
+            fits = max(0, free - _other_bytes(state, schedule, dtype))
             raise ValueError(
                 "device_pages_gib is more than the device has free.\n"
                 f"  Got device_pages_gib={config.device_pages_gib:g}; {max(0, free) / GIB:.3g} GiB are free.\n"
-                f"  Set device_pages_gib={max(0, free - _other_bytes(state, schedule)) / GIB:.3g} or less, or 'auto'."
+                f"  Set device_pages_gib={fits / GIB:.3g} or less, or 'auto'."
             )
         return asked
     if config.offload is False:
@@ -128,7 +129,7 @@ def _page_bytes(
     if config.offload is True:
         return working_bytes(shape, schedule, dtype, needs)
     kept = sum(chunk.num_tokens for chunk in schedule.chunks) if config.keep_outputs is True else 0
-    return free_bytes(device) - _other_bytes(state, schedule) - kept * _output_bytes(state, dtype)
+    return free_bytes(device) - _other_bytes(state, schedule, dtype) - kept * _output_bytes(state, dtype)
 
 
 def _largest_record(state: Attachment, shape: PageShape, device: torch.device) -> int:
@@ -142,22 +143,26 @@ def _output_bytes(state: Attachment, dtype: torch.dtype) -> int:
     return facts.num_layers * output_bytes(facts.num_heads, facts.head_dim, dtype.itemsize)
 
 
-def _other_bytes(state: Attachment, schedule: ChunkSchedule) -> int:
+def _other_bytes(state: Attachment, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
     """What a step takes on the device beside pages and kept outputs: activations, gradients, recorded lists, and what
-    the backward of selected pages works in."""
+    the backward of selected pages works in.
+
+    Args:
+        dtype: what the step computes in, see `compute_dtype`.
+    """
     longest = max((chunk.num_tokens for chunk in schedule.chunks), default=0)
     activations = int(longest * state.meter.bytes_per_token)
     # Logits are among the activations; they are gone when the backward of the last layer begins.
     vocabulary = state.base.config.get_text_config().vocab_size
-    logits = min(longest, schedule.num_targets) * vocabulary * state.base.dtype.itemsize
-    workspace = max(0, _sparse_workspace(state, schedule) - logits)
+    logits = min(longest, schedule.num_targets) * vocabulary * dtype.itemsize
+    workspace = max(0, _sparse_workspace(state, schedule, dtype) - logits)
     # Sums in fp32, what is returned, and what it is added to.
     gradients = sum(whole_numel(p) * (4 + 2 * p.element_size()) for p in state.model.parameters() if p.requires_grad)
     lists = state.list_bytes(len(schedule.chunks))
     return activations + workspace + gradients + gathered_bytes(state.model) + lists
 
 
-def _sparse_workspace(state: Attachment, schedule: ChunkSchedule) -> int:
+def _sparse_workspace(state: Attachment, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
     """Bytes that the backward of selected pages works in; 0 where no chunk selects."""
     config, facts = state.config, state.facts
     always = config.sink_pages + config.recent_pages
@@ -172,7 +177,7 @@ def _sparse_workspace(state: Attachment, schedule: ChunkSchedule) -> int:
         room=config.top_k,
         page_tokens=config.page_tokens,
         head_dim=facts.head_dim,
-        itemsize=state.base.dtype.itemsize,
+        itemsize=dtype.itemsize,
     )
 
 
@@ -199,5 +204,5 @@ def _kept_chunks(
     dtype = compute_dtype(state.base, device)
     pages = shape.num_bytes(schedule, dtype)
     return chunks_to_keep(
-        chunks, _output_bytes(state, dtype), free_bytes(device) - pages - _other_bytes(state, schedule)
+        chunks, _output_bytes(state, dtype), free_bytes(device) - pages - _other_bytes(state, schedule, dtype)
     )

@@ -8,7 +8,7 @@ from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
 from oomb_accel.plan.pages import PageDemand, page_demand
 from oomb_accel.plan.pools import MemoryPlan, plan_memory
-from oomb_accel.plan.sizes import DTYPE_BYTES, host_margin, in_slabs, output_bytes, page_backward_bytes
+from oomb_accel.plan.sizes import DTYPE_BYTES, host_margin, in_slabs, output_bytes, page_backward_bytes, slab_bytes_for
 from oomb_accel.schedule import ChunkSchedule
 
 _ADAM_BYTES = 8
@@ -89,7 +89,8 @@ def estimate_memory(job: Job) -> Memory:
         "workspace": rates.WORKSPACE_BYTES,
         "CUDA context": rates.CONTEXT_BYTES,
     }
-    pinned = {**pinned, "K, V and page gradients": in_slabs(plan.host_bytes)}
+    slab_bytes = slab_bytes_for(plan.host_bytes, max(job.pages.value_record, job.pages.gradient_record))
+    pinned = {**pinned, "K, V and page gradients": in_slabs(plan.host_bytes, slab_bytes) if plan.offloads else 0}
     return Memory(device, pinned, pageable, demand, plan, kept, schedule)
 
 

@@ -8,6 +8,10 @@ GIB = 1024**3
 _MOST_MARGIN_BYTES = 4 * GIB
 _MARGIN_SHARE = 16
 
+LARGEST_SLAB_BYTES = GIB
+_SMALLEST_SLAB_BYTES = 2 << 20
+_LEAST_SLABS = 8
+
 _PAGE_BACKWARD_BYTES, _PARTIAL_SUMS_BYTES = GIB, GIB // 4
 """Most that the backward of attention to selected pages takes for its scores, and about the most for partial sums."""
 
@@ -27,11 +31,19 @@ def host_margin(total_bytes: int) -> int:
     return min(total_bytes // _MARGIN_SHARE, _MOST_MARGIN_BYTES)
 
 
-def in_slabs(num_bytes: int) -> int:
-    """Bytes of host memory that is made for so many: whole slabs of up to 1 GiB, eight at least, and one more since
-    values and gradients each begin their own."""
-    slab = max(1, min(GIB, num_bytes // 8))
-    return (-(-num_bytes // slab) + 1) * slab if num_bytes else 0
+def slab_bytes_for(num_bytes: int, record_bytes: int) -> int:
+    """Slab size of host memory that will hold about so many bytes: a power of two from 2 MiB to 1 GiB, at least eight
+    slabs, so that the last one wastes little; larger where a record would not fit, which never straddles slabs."""
+    size = _SMALLEST_SLAB_BYTES
+    while size < record_bytes or (size < LARGEST_SLAB_BYTES and 2 * size * _LEAST_SLABS <= num_bytes):
+        size *= 2
+    return size
+
+
+def in_slabs(num_bytes: int, slab_bytes: int) -> int:
+    """Bytes of host memory that is made for so many: whole slabs, and one more since values and gradients each begin
+    their own."""
+    return (-(-num_bytes // slab_bytes) + 1) * slab_bytes
 
 
 def record_bytes(page_tokens: int, head_dim: int, dtype: str) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from oomb_accel.data.documents import Corpus, Document, check_vocabulary, collate, last_tokens_batch
+from oomb_accel.data.documents import Document, check_vocabulary, collate, last_tokens_batch, within_vocabulary
 from oomb_accel.data.load import load
 from oomb_accel.data.settings import DataSettings
+from oomb_accel.data.store import Corpus
 from oomb_accel.training.recipe import Recipe
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "data_settings",
     "last_tokens_batch",
     "load_corpus",
+    "within_vocabulary",
 ]
 
 

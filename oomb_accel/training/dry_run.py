@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import DeepSpeedPlugin
 
 from oomb_accel.config import OombConfig
 from oomb_accel.host import host_limits
@@ -33,9 +33,10 @@ from oomb_accel.plan.fit import CHUNKS
 from oomb_accel.plan.gpus import H200, other_gpu
 from oomb_accel.plan.sizes import GIB
 from oomb_accel.sampler import LengthBalancedSampler, Step, tokens_of
-from oomb_accel.sources import gather, load_deepspeed_config, resolve
+from oomb_accel.sources import gather, resolve
 from oomb_accel.training.data import check_vocabulary, load_corpus
 from oomb_accel.training.folder import RunFolder
+from oomb_accel.training.launch import asked_precision, deepspeed_plugin, launched_processes
 from oomb_accel.training.model import load_config, load_tokenizer
 from oomb_accel.training.progress_file import read_progress
 from oomb_accel.training.recipe import Recipe
@@ -54,7 +55,10 @@ class Machine:
     gpu: Gpu
     host_bytes: int
     num_gpus: int
+    precision: str
+    """``mixed_precision``; "auto" is bf16."""
     zero_stage: int | None
+    """None without DeepSpeed."""
     zero_offload: bool
     note: str
     """Where this comes from, for the user."""
@@ -149,15 +153,17 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
     """
     check_trackers(recipe)
     folder = RunFolder(recipe)
-    resolved = resolve(*gather(None, *recipe.oomb_sources()))
+    ranks = num_gpus or launched_processes()
+    plugin = deepspeed_plugin(recipe, ranks)
+    machine = find_machine(gpu, ranks, plugin, precision=asked_precision(recipe, plugin))
+    resolved = resolve(*gather(None if plugin is None else plugin.deepspeed_config, *recipe.oomb_sources()))
     recipe.oomb = resolved.config
     corpus = load_corpus(recipe, load_tokenizer(recipe))
     config = load_config(recipe)
     check_vocabulary(corpus.documents, config.get_text_config().vocab_size)
-    lengths = [len(document.input_ids) for document in corpus.documents]
+    lengths = corpus.documents.num_tokens()
     if recipe.oomb.enabled and recipe.oomb.beyond_trained_length == "error":
-        check_length(config, [document.longest for document in corpus.documents])
-    machine = find_machine(gpu, num_gpus)
+        check_length(config, corpus.documents.longest())
     sampler = LengthBalancedSampler(
         lengths,
         num_ranks=machine.num_gpus,
@@ -171,7 +177,7 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
         recipe=recipe,
         machine=machine,
         lengths=lengths,
-        num_targets=sum(document.num_targets for document in corpus.documents),
+        num_targets=sum(corpus.documents.num_targets()),
         notes=list(corpus.notes),
         num_steps=num_steps,
         steps_done=min(num_steps, read_progress(folder.resume)["step"] if folder.resume is not None else 0),
@@ -182,10 +188,10 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
     )
 
 
-def find_machine(gpu: str | None, num_gpus: int | None) -> Machine:
+def find_machine(gpu: str | None, num_gpus: int, plugin: DeepSpeedPlugin | None, *, precision: str) -> Machine:
     """The machine to estimate for, as the launch and this host say."""
-    stage, offload = _launched_zero()
-    num_gpus = num_gpus or _launched_processes()
+    zero: dict[str, Any] | None = None if plugin is None else plugin.deepspeed_config["zero_optimization"]
+    offload = zero is not None and (zero.get("offload_optimizer") or {}).get("device") == "cpu"
     host = HOST_BYTES
     if gpu is not None:
         found, note = gpu_named(gpu), f"estimated for {num_gpus} x {gpu_named(gpu).name}, as asked for"
@@ -199,41 +205,26 @@ def find_machine(gpu: str | None, num_gpus: int | None) -> Machine:
     else:
         found, note = H200, "there is no GPU here: estimated for an H200 and 128 GiB of host memory (--gpu NAME)"
     return Machine(
-        gpu=found, host_bytes=host, num_gpus=num_gpus, zero_stage=stage, zero_offload=offload, note=note
-    )  # fmt: skip
-
-
-def _launched_processes() -> int:
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not (text.isdecimal() and len(text) < 9 and int(text) > 0):
-        raise ValueError(
-            f"WORLD_SIZE in the environment is no number of processes.\n  Got {text!r}.\n"
-            "  Unset it, or set WORLD_SIZE=1."
-        )
-    return int(text)
-
-
-def _launched_zero() -> tuple[int | None, bool]:
-    """ZeRO stage, and whether the optimizer is in host memory; as ``accelerate launch`` says."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
-        return None, False
-    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if file:
-        zero = load_deepspeed_config(file).get("zero_optimization", {})
-        return int(zero.get("stage", 0)) or None, zero.get("offload_optimizer", {}).get("device") == "cpu"
-    stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
-    return stage or None, os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE") == "cpu"
+        gpu=found,
+        host_bytes=host,
+        num_gpus=num_gpus,
+        precision=precision,
+        zero_stage=None if zero is None else int(zero.get("stage", 0)),
+        zero_offload=offload,
+        note=note,
+    )
 
 
 def _job(recipe: Recipe, config: Any, machine: Machine) -> Job:
     """One step on a document whose length is still to be said."""
+    casts = machine.precision != "no"
     wide = recipe.torch_dtype == "float32" or (recipe.torch_dtype == "auto" and recipe.lora_r == 0)
     return Job(
         model=replace(read_shape(config), name=recipe.model_name_or_path),
         tokens=recipe.oomb.page_tokens,
         lora_r=recipe.lora_r,
-        weights_dtype="float32" if wide and machine.zero_stage is None else "bfloat16",
-        compute_dtype="float32" if wide and recipe.mixed_precision == "no" else "bfloat16",
+        weights_dtype="float32" if wide and (machine.zero_stage is None or not casts) else "bfloat16",
+        compute_dtype="float32" if wide and not casts else "bfloat16",
         **settings_of(recipe.oomb),
         gpu=machine.gpu,
         num_gpus=machine.num_gpus,

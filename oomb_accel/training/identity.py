@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +61,7 @@ def adapter_digest(model: nn.Module, recipe: Recipe) -> str:
     return hashlib.sha256(repr(settings).encode() + _layout(trained)).hexdigest()
 
 
-def data_digest(documents: Sequence[Document]) -> str:
+def data_digest(documents: Iterable[Document]) -> str:
     """Digest of tokens and labels."""
     digest = hashlib.sha256()
     for document in documents:

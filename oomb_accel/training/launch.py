@@ -15,7 +15,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType, GradientAccumulat
 from oomb_accel.integrations.engine import keep_shared_memory_clean
 from oomb_accel.integrations.prepare import refusals
 from oomb_accel.integrations.versions import check_versions
-from oomb_accel.sources import load_deepspeed_config
+from oomb_accel.sources import launched_config, load_deepspeed_config
 from oomb_accel.training.recipe import Recipe
 
 START_TIMEOUT = timedelta(minutes=60)
@@ -28,18 +28,20 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     Raises:
         ValueError: the launch asks for something that chunks cannot work with, or contradicts the recipe.
     """
-    plugin = _deepspeed_plugin(recipe)
-    precision = _precision(recipe) if plugin is None else _deepspeed_precision(recipe, plugin)
+    ranks = launched_processes()
+    plugin = deepspeed_plugin(recipe, ranks)
+    precision = asked_precision(recipe, plugin)
+    if precision == "auto":
+        precision = "bf16" if _on_gpu() else "no"
     processes = InitProcessGroupKwargs(timeout=START_TIMEOUT)
     if plugin is not None:
         if clips_itself(plugin.zero_stage, precision):
             plugin.deepspeed_config["gradient_clipping"] = 0.0
         if not torch.cuda.is_available():
             processes.backend = "gloo"  # nobody else chooses one
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     accelerator = Accelerator(
         # Without a GPU Accelerate would make several runs of one process each, unless it is told.
-        cpu=plugin is None and not torch.cuda.is_available() and several,
+        cpu=plugin is None and not torch.cuda.is_available() and ranks > 1,
         mixed_precision=precision,
         deepspeed_plugin=plugin,
         # Losses are shares of the whole step's mean already, so Accelerate must not divide them; it reads the number
@@ -73,32 +75,45 @@ def strategy(accelerator: Accelerator) -> str:
     return "replicas" if stage is None else f"ZeRO {stage}"
 
 
-def _precision(recipe: Recipe) -> str:
-    if os.environ.get("ACCELERATE_MIXED_PRECISION") in ("fp16", "fp8"):
-        raise ValueError(
-            f"Training in {os.environ['ACCELERATE_MIXED_PRECISION']} is not supported.\n"
-            "  Got it from mixed_precision of accelerate launch.\n  Set mixed_precision: bf16 there."
-        )
-    if recipe.mixed_precision != "auto":
-        return recipe.mixed_precision
-    return "bf16" if _on_gpu() else "no"
-
-
 def _on_gpu() -> bool:
     return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
 
 
-def _deepspeed_plugin(recipe: Recipe) -> DeepSpeedPlugin | None:
-    """What was launched, with the recipe's numbers in it; None without DeepSpeed."""
+def launched_processes() -> int:
+    """Processes of this launch.
+
+    Raises:
+        ValueError: the environment says something that is no number.
+    """
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not (text.isdecimal() and len(text) < 9 and int(text) > 0):
+        raise ValueError(
+            f"WORLD_SIZE in the environment is no number of processes.\n  Got {text!r}.\n"
+            "  Unset it, or set WORLD_SIZE=1."
+        )
+    return int(text)
+
+
+def deepspeed_plugin(recipe: Recipe, ranks: int) -> DeepSpeedPlugin | None:
+    """What was launched, with the recipe's numbers in it; None without DeepSpeed.
+
+    Args:
+        ranks: that train together.
+
+    Raises:
+        ValueError: the recipe and the DeepSpeed config contradict each other, or the latter cannot be read.
+        RuntimeError: a DeepSpeed outside the tested range.
+    """
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None
     check_versions("deepspeed", "accelerate")
     keep_shared_memory_clean()
     # It calls collectives by names that new releases of torch deprecate, with a warning at every call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    file = launched_config()
+    written = load_deepspeed_config(file) if file else {}
     plugin = DeepSpeedPlugin()
     config = plugin.deepspeed_config
-    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     place = file or "deepspeed_config of accelerate launch"
     for block in ("optimizer", "scheduler"):
         if block in config:
@@ -106,9 +121,7 @@ def _deepspeed_plugin(recipe: Recipe) -> DeepSpeedPlugin | None:
                 f"The recipe sets the {block}, and so does {place}.\n  Got {config[block]!r} there.\n"
                 f"  Remove {block} from {place}; learning_rate and the like are settings of the recipe."
             )
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     micro, accumulation = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
-    written = load_deepspeed_config(file) if file else {}
     if config.get("gradient_accumulation_steps") == 1 and written.get("gradient_accumulation_steps") != 1:
         config["gradient_accumulation_steps"] = "auto"  # what Accelerate writes when nobody has said anything
     _agree(config, place, "gradient_accumulation_steps", accumulation, "gradient_accumulation_steps")
@@ -139,9 +152,14 @@ def _agree(config: dict[str, Any], place: str, key: str, value: float, setting: 
     config[key] = value
 
 
-def _deepspeed_precision(recipe: Recipe, plugin: DeepSpeedPlugin) -> str:
-    """DeepSpeed casts the model by a setting of its own."""
-    config: Mapping[str, Any] = plugin.deepspeed_config
+def asked_precision(recipe: Recipe, plugin: DeepSpeedPlugin | None) -> str:
+    """``mixed_precision`` as the recipe and the launch say it together. DeepSpeed casts the model by a setting of its
+    own.
+
+    Raises:
+        ValueError: they contradict each other, or ask for fp16 or fp8.
+    """
+    config: Mapping[str, Any] = {} if plugin is None else plugin.deepspeed_config
     if config.get("fp16", {}).get("enabled") is True:
         raise ValueError(
             "Training in fp16 is not supported: its loss scaling does not fit a loss made of chunks.\n"
@@ -149,7 +167,13 @@ def _deepspeed_precision(recipe: Recipe, plugin: DeepSpeedPlugin) -> str:
         )
     said = config.get("bf16", {}).get("enabled", "auto")
     if said == "auto":
-        return _precision(recipe)
+        launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
+        if launched in ("fp16", "fp8"):
+            raise ValueError(
+                f"Training in {launched} is not supported.\n"
+                "  Got it from mixed_precision of accelerate launch.\n  Set mixed_precision: bf16 there."
+            )
+        return recipe.mixed_precision
     written = "bf16" if said else "no"
     if recipe.mixed_precision not in ("auto", written):
         raise ValueError(

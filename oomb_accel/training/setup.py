@@ -20,7 +20,7 @@ from oomb_accel.progress import ProgressLine
 from oomb_accel.sampler import LengthBalancedSampler
 from oomb_accel.sources import Resolved, gather, resolve
 from oomb_accel.training.checkpoint import check_shared, keep_frozen_weights_out, load_checkpoint
-from oomb_accel.training.data import Corpus, check_vocabulary, load_corpus
+from oomb_accel.training.data import Corpus, load_corpus, within_vocabulary
 from oomb_accel.training.folder import RunFolder
 from oomb_accel.training.identity import (
     Identity,
@@ -55,13 +55,13 @@ def prepare(recipe: Recipe) -> Run:
     corpus = load_corpus(recipe, tokenizer)
     model = load_model(recipe)
     identity_of_base = model_digest(model)
+    num_embeddings = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    identity_of_data = data_digest(within_vocabulary(corpus.documents, num_embeddings))  # the one time all is read
     _check_model(model, recipe, corpus, accelerator)
     if apply_liger(model, recipe, accelerator.device):
         corpus.notes.append("Liger kernels for norms, RoPE and MLP")
     model = add_adapters(model, recipe)
-    identity = Identity(
-        model=identity_of_base, adapter=adapter_digest(model, recipe), data=data_digest(corpus.documents)
-    )
+    identity = Identity(model=identity_of_base, adapter=adapter_digest(model, recipe), data=identity_of_data)
     check_same_on_all_ranks(accelerator, identity, recipe)
     sampler = _sampler(recipe, corpus, accelerator, folder)
     num_steps = recipe.max_steps or sampler.steps_per_epoch * (recipe.num_train_epochs or 1)
@@ -93,7 +93,7 @@ def prepare(recipe: Recipe) -> Run:
         folder=folder,
         line=line,
         num_steps=num_steps,
-        num_targets=[document.num_targets for document in corpus.documents],
+        num_targets=corpus.documents.num_targets(),
         identity=identity,
         memory=watch_memory(model, optimizer=optimizer) if recipe.oomb.enabled else None,
         finished=finished,
@@ -123,9 +123,8 @@ def _settings(recipe: Recipe, accelerator: Accelerator) -> Resolved:
 
 
 def _check_model(model: nn.Module, recipe: Recipe, corpus: Corpus, accelerator: Accelerator) -> None:
-    check_vocabulary(corpus.documents, model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     if recipe.oomb.enabled and recipe.oomb.beyond_trained_length == "error":
-        check_length(model.config, [document.longest for document in corpus.documents])
+        check_length(model.config, corpus.documents.longest())
     if zero_stage(accelerator) is not None and not _deepspeed_casts(accelerator):
         odd = next((p.dtype for p in model.parameters() if p.dtype != torch.float32), None)
         if odd is not None:
@@ -146,7 +145,7 @@ def _sampler(recipe: Recipe, corpus: Corpus, accelerator: Accelerator, folder: R
     per_step = accelerator.num_processes * batch_size * accumulation
     before = read_progress(folder.resume) if folder.resume is not None else {}
     return LengthBalancedSampler(
-        [len(document.input_ids) for document in corpus.documents],
+        corpus.documents.num_tokens(),
         num_ranks=accelerator.num_processes,
         rank=accelerator.process_index,
         batch_size=batch_size,
@@ -165,7 +164,7 @@ def _is_finished(folder: RunFolder, identity: Identity, num_steps: int) -> bool:
 
 def _tell_longest_document(model: nn.Module, recipe: Recipe, corpus: Corpus) -> None:
     """What prepared the model knows neither the documents nor how many there are in a step."""
-    longest = max(len(document.input_ids) for document in corpus.documents)
+    longest = max(corpus.documents.num_tokens())
     per_step = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
     note = set_timeout(model, recipe.oomb, document_tokens=longest, micro_steps=per_step)
     if not recipe.oomb.enabled:

@@ -191,7 +191,9 @@ def test_two_forwards_before_one_backward(
     model: nn.Module, settings: OombConfig, first: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second stream may want larger slabs than the first one has."""
-    monkeypatch.setattr("oomb_accel.offload.slab_bytes_for", lambda num_bytes: 4096 if num_bytes < 150_000 else 16384)
+    monkeypatch.setattr(
+        "oomb_accel.offload.slab_bytes_for", lambda num_bytes, _: 4096 if num_bytes < 150_000 else 16384
+    )
     results = []
     for chosen in (settings, on_device(settings)):
         chosen = dataclasses.replace(chosen, keep_last_graph=False)

@@ -120,7 +120,7 @@ def test_what_does_not_fit_goes_to_the_host_by_itself(model: nn.Module, settings
     text = refusal(model, dataclasses.replace(settings, device_pages_gib=1e-7))
     least = int(suggested(text, "device_pages_gib") * GIB)
     with switched_on(twin(model), settings) as ours:
-        other = step_memory._other_bytes(attachment_of(ours), _schedule(ours))
+        other = step_memory._other_bytes(attachment_of(ours), _schedule(ours), torch.float32)
         with free_memory(2 * least + other):
             ours(**LAYOUT.batch).loss.backward()
         offload = attachment_of(ours).offload
@@ -134,7 +134,7 @@ def test_too_little_host_memory(
 ) -> None:
     """A limit that the error names is enough for the whole step, however records lie in slabs."""
     if slab_bytes is not None:
-        monkeypatch.setattr("oomb_accel.offload.slab_bytes_for", lambda _: slab_bytes)
+        monkeypatch.setattr("oomb_accel.offload.slab_bytes_for", lambda *_: slab_bytes)
     settings = dataclasses.replace(settings, offload=True)
     text = refusal(model, dataclasses.replace(settings, host_memory_gib=1e-6))
     assert "host memory" in text

@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from oomb_accel.data.documents import Corpus
 from oomb_accel.data.load import load
 from oomb_accel.data.settings import DataSettings
+from oomb_accel.data.store import Corpus
 
 END = "<|end|>"
 CORPUS = [

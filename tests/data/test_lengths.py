@@ -94,7 +94,7 @@ def test_packing(load_paths: Load, tmp_path: Path) -> None:
     assert [len(one.input_ids) for one in packed.documents] == [8, 8, 4]
     assert [one.starts for one in packed.documents] == [(0, 5), (0, 2), (0,)]
     assert sum(one.num_targets for one in packed.documents) == sum(one.num_targets for one in alone.documents)
-    assert [one.longest for one in packed.documents] == [5, 6, 4]
+    assert packed.documents.longest() == [5, 6, 4] and alone.documents.longest() == [5, 3, 2, 6, 4]
     assert data_digest(packed.documents) != data_digest(alone.documents)
     first = packed.documents[0]
     assert first.position_ids().tolist() == [0, 1, 2, 3, 4, 0, 1, 2]

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from oomb_accel.data.settings import DataSettings
 from oomb_accel.data.store import StoreWriter, TokenStore, is_whole
 from oomb_accel.data.tokenise import Named, TextEncoder, UnprovenCut
 from oomb_accel.data.worker import Task, encode, make_tokenizer
-from oomb_accel.data.workers import encode_all
+from oomb_accel.data.workers import GROUP_TASKS, LEAST_GROUPS, encode_all
 from tests.data.conftest import END, train_bpe
 
 WORDS = ("fox", "the", "'s", "12", "3", ";", "==", "x", "ü", "u\u0308", "\u0301", "好", END, "<|im_start|>")
@@ -232,6 +233,21 @@ def test_processes_give_the_same_in_order(any_tokenizer: PreTrainedTokenizerFast
     alone = [done.ids.tolist() for done in encode_all(description, map(Task, texts), workers=1)]
     together = [done.ids.tolist() for done in encode_all(description, map(Task, texts), workers=2)]
     assert together == alone and len(alone) == 24
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_tasks_are_read_as_they_are_needed(any_tokenizer: PreTrainedTokenizerFast, workers: int) -> None:
+    read = Counter[str]()
+
+    def tasks() -> Iterator[Task]:
+        for _ in range(64 * GROUP_TASKS):
+            read["tasks"] += 1
+            yield Task("fox")
+
+    done = encode_all(description_of(any_tokenizer), tasks(), workers=workers)
+    next(done)
+    assert read["tasks"] <= (LEAST_GROUPS + 2 * workers) * GROUP_TASKS
+    done.close()
 
 
 def test_a_process_that_was_killed(any_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from oomb_accel.data.documents import Corpus
+from oomb_accel.data.store import Corpus
 from tests.data.conftest import Load
 
 ROWS = [{"prompt": "the fox", "completion": " jumps"}, {"prompt": "Grüße\n", "completion": 'a "b", c\n好'}]
@@ -332,3 +332,13 @@ def test_a_checkout_is_its_tracked_files(
     text, note = read(folder)
     assert "==== junk.py ====" in text and ".github" not in text
     assert "all files, not only tracked ones" in note
+
+
+def test_tracked_files_that_are_not_there(load_paths: Load, tmp_path: Path) -> None:
+    folder = tree(tmp_path / "checkout", a_dot_txt="a", gone_dot_txt="g")
+    git(folder, "init")
+    git(folder, "add", ".")
+    (folder / "gone.txt").unlink()
+    corpus = load_paths(folder, folder_as="files")
+    assert [one.name for one in corpus.documents] == [str(folder / "a.txt")]
+    assert "skipped 1 (1 unreadable)" in corpus.notes[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 import oomb_accel
+from oomb_accel.integrations import auto
+from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.progress import ChunkEvent
 from tests.distributed.ranks import needs_deepspeed, run_ranks
 from tests.distributed.training import Job, Outcome, batch_of, check_outcomes, sgd, train_alone, whole_weights
@@ -63,11 +66,11 @@ def test_lora_with_optimizer_offload(tmp_path: Path) -> None:
     check_outcomes([outcome for outcome, _ in run_ranks(_train, job, folder=tmp_path)], train_alone(job), job)
 
 
-def _engine(job: Job, **more: Any) -> Any:
+def _engine(job: Job, *, oomb: dict[str, Any] | None = None, **more: Any) -> Any:
     """An engine by our own `initialize`, in training mode."""
     model = job.build()
     arguments = {"model": model, "optimizer": sgd(model, job), "config": {**job.deepspeed_config(), **more}}
-    engine, *_ = oomb_accel.deepspeed.initialize(**arguments, oomb=config(self_test=False))
+    engine, *_ = oomb_accel.deepspeed.initialize(**arguments, oomb=config(self_test=False, **(oomb or {})))
     return engine
 
 
@@ -128,6 +131,47 @@ def test_a_refused_batch_leaves_nothing_behind_on_any_rank(tmp_path: Path, stage
     job = replace(job, steps=job.steps[:1])
     (first, ours), (second, theirs) = run_ranks(_one_has_a_bad_batch, job, folder=tmp_path)
     assert "Another rank has refused its batch" in first and "attention_mask has a hole" in second
+    check_outcomes([ours, theirs], train_alone(job), job)
+
+
+def _refuses_before_settings_are_chosen(rank: int, job: Job) -> tuple[list[str], Outcome]:
+    """Rank 1 cannot even choose what is "auto", in several ways; then the same step is run with good batches."""
+    dist.init_process_group("gloo")
+    engine = _engine(job, oomb={"chunk_tokens": "auto", "page_grad_dtype": "auto"})
+    batches = [dict(batch_of(micro[rank]).batch) for micro in job.steps[0]]
+    steps = oomb_accel.deepspeed.step
+    said = []
+    for bad in ([], None, [batches[0], {**batches[1], "num_targets": 7}]):
+        said.append(_error_of(lambda bad=bad: steps(engine, bad if rank == 1 else batches)))  # type: ignore[misc]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(auto, "free_bytes", _lost_device)
+        said.append(_error_of(lambda: steps(engine, batches)))
+        said.append(_error_of(lambda: engine(**batches[0])))
+    assert attachment_of(engine.module).chosen is None
+    loss = steps(engine, batches)
+    assert attachment_of(engine.module).chosen is not None
+    return said, Outcome([loss / dist.get_world_size()], whole_weights(engine.module), [])
+
+
+def _lost_device(device: torch.device) -> int:
+    raise RuntimeError("the device is lost")
+
+
+def _error_of(act: Callable[[], object]) -> str:
+    with pytest.raises((ValueError, RuntimeError, TypeError)) as error:
+        act()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_cannot_choose_settings_lets_nobody_wait(tmp_path: Path, stage: int) -> None:
+    job = _job(stage, 2)
+    job = replace(job, steps=job.steps[:1])
+    (first, ours), (second, theirs) = run_ranks(_refuses_before_settings_are_chosen, job, folder=tmp_path, timeout_s=60)
+    assert all("Another rank has refused its batch" in said for said in first)
+    for said, words in zip(second, ("Got 0;", "not iterable", "num_targets", "lost", "lost"), strict=True):
+        assert words in said
     check_outcomes([ours, theirs], train_alone(job), job)
 
 

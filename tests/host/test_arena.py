@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from oomb_accel.host import HostArena, HostLimits, HostMemoryError, slab_bytes_for
+from oomb_accel.host import HostArena, HostLimits, HostMemoryError
 from oomb_accel.host import mapping as mapping_file
 from oomb_accel.progress import host_bytes
 from tests.host.machines import GIB, MIB, SLAB, WAIT_S, FakeCuda, machine, make_arena, wait_for, wait_until
@@ -311,21 +311,6 @@ def test_a_slab_is_given_back_once() -> None:
     with pytest.raises(AssertionError):
         arena.give(slab)
     arena.close()
-
-
-@pytest.mark.parametrize(
-    ("need", "size"),
-    [
-        (0, 2 * MIB),
-        (20 * MIB, 2 * MIB),
-        (300 * MIB, 32 * MIB),
-        (8 * GIB - 1, 512 * MIB),
-        (8 * GIB, GIB),
-        (900 * GIB, GIB),
-    ],
-)
-def test_slab_size_follows_the_need(need: int, size: int) -> None:
-    assert slab_bytes_for(need) == size
 
 
 @pytest.mark.gpu

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,13 +13,17 @@ import torch
 import oomb_accel
 from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import Attachment, attachment_of
+from oomb_accel.offload import Offload
 from oomb_accel.pages import PageRooms
+from oomb_accel.plan import Job, estimate, read_shape
+from oomb_accel.plan.sizes import GIB, in_slabs, slab_bytes_for
 from oomb_accel.schedule import ChunkSchedule
 from oomb_kernels import backward_workspace_bytes
 from tests.harness.batches import documents_of, packed
 from tests.harness.models import tiny_model
 from tests.harness.sparse import sparse
 
+MIB = 2**20
 BATCH = packed(documents_of(800)).batch
 
 
@@ -70,18 +77,74 @@ def test_pages_are_divided_once_per_step(monkeypatch: pytest.MonkeyPatch) -> Non
     spy.assert_called_once()
 
 
-def test_the_workspace_of_the_sparse_backward_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_workspace_of_the_sparse_backward_is_counted(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as it is more than logits, which are gone by then."""
     state = switched_on()
     plan = schedule(state, 800)
     workspace = backward_workspace_bytes(
-        num_heads=4, num_groups=2, num_tokens=16, block_tokens=64, room=1, page_tokens=4, head_dim=16, itemsize=4
+        **{"num_heads": 4, "num_groups": 2, "num_tokens": 16, "block_tokens": 64, "room": 1},
+        **{"page_tokens": 4, "head_dim": 16, "itemsize": dtype.itemsize},
     )
-    assert step_memory._sparse_workspace(state, plan) == workspace
-    assert step_memory._sparse_workspace(state, schedule(state, 16)) == 0, "nothing is selected"
+    assert step_memory._sparse_workspace(state, plan, dtype) == workspace
+    assert step_memory._sparse_workspace(state, schedule(state, 16), dtype) == 0, "nothing is selected"
     for vocabulary in (10, 10_000):
         monkeypatch.setattr(state.base.config, "vocab_size", vocabulary)
         with torch.no_grad():
-            without = step_memory._other_bytes(state, plan)
-        logits = 16 * vocabulary * 4
-        assert step_memory._other_bytes(state, plan) - without == max(0, workspace - logits)
+            without = step_memory._other_bytes(state, plan, dtype)
+        logits = 16 * vocabulary * dtype.itemsize
+        assert step_memory._other_bytes(state, plan, dtype) - without == max(0, workspace - logits)
+
+
+@pytest.mark.parametrize("what", [{"device_pages_gib": "auto"}, {"device_pages_gib": 1e3}, {"offload": False}], ids=str)
+def test_under_autocast_a_step_works_in_its_type(what: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a step asks what it takes beside pages: weights are fp32, logits and dS are not."""
+    asked: list[torch.dtype] = []
+
+    def other_bytes(state: Attachment, plan: ChunkSchedule, dtype: torch.dtype) -> int:
+        asked.append(dtype)
+        return 0
+
+    monkeypatch.setattr(step_memory, "_other_bytes", other_bytes)
+    monkeypatch.setattr(step_memory, "free_bytes", lambda device: 10**5 if "offload" not in what else 10**9)
+    model = tiny_model()
+    oomb_accel.enable(model, sparse(q_block=64, top_k=1, span_tokens=8, **what))
+    with torch.autocast("cpu", torch.bfloat16), contextlib.suppress(ValueError):
+        model(**BATCH).loss.backward()
+    assert asked and set(asked) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("tokens", [16_384, 30_000, 300_000])
+def test_host_memory_is_made_as_it_was_estimated(tokens: int) -> None:
+    """Whole slabs, whatever the need."""
+    job = Job(
+        model=read_shape("qwen2.5-7b"),
+        tokens=tokens,
+        chunk_tokens=256,
+        device_pages_bytes=20_000 * tokens,
+        host_bytes=1 << 42,
+    )
+    memory = estimate(job).memory
+    assert memory.plan.fits and memory.plan.offloads
+    engine = Offload()
+    engine._budget = 1 << 60
+    made = engine.check(memory.plan.host_bytes, job.pages.gradient_record)
+    assert memory.pinned["K, V and page gradients"] == made
+
+
+@pytest.mark.parametrize(
+    ("need", "record", "size"),
+    [
+        (0, 1, 2 * MIB),
+        (20 * MIB, 1, 2 * MIB),
+        (300 * MIB, 1, 32 * MIB),
+        (8 * GIB - 1, 1, 512 * MIB),
+        (8 * GIB, 1, GIB),
+        (900 * GIB, 1, GIB),
+        (20 * MIB, 2 * MIB + 1, 4 * MIB),
+        (900 * GIB, GIB + 1, 2 * GIB),
+    ],
+)
+def test_slab_size_follows_the_need(need: int, record: int, size: int) -> None:
+    assert slab_bytes_for(need, record) == size
+    assert in_slabs(need, size) == (math.ceil(need / size) + 1) * size

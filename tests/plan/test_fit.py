@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from oomb_accel.host.limits import MARGIN_SHARE, MOST_MARGIN_BYTES
 from oomb_accel.plan import (
     GPUS,
     Job,
@@ -20,7 +19,7 @@ from oomb_accel.plan import (
     read_shape,
     suggestions,
 )
-from oomb_accel.plan.sizes import GIB, host_margin
+from oomb_accel.plan.sizes import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 M = 1 << 20
@@ -189,11 +188,6 @@ def test_layers_that_stay_dense() -> None:
     of = job(**SPARSE, dense_layers=(0, -1))
     assert of.sparse_layers == frozenset(range(1, 27))
     assert seconds(of) > 1.2 * seconds(replace(of, dense_layers=()))
-
-
-def test_what_is_left_to_others_is_as_in_the_engine() -> None:
-    for total in (8 * GIB, 64 * GIB, 128 * GIB, 2000 * GIB):
-        assert host_margin(total) == min(total // MARGIN_SHARE, MOST_MARGIN_BYTES)
 
 
 def test_nothing_here_imports_torch() -> None:

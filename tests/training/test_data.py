@@ -1,6 +1,8 @@
 """Data: every format, every policy for long documents, and what cannot be trained on."""
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from oomb_accel.config import OombConfig
+from oomb_accel.data.store import StoredDocuments
 from oomb_accel.training import train
 from oomb_accel.training.data import (
     Corpus,
@@ -18,7 +21,47 @@ from oomb_accel.training.data import (
     last_tokens_batch,
     load_corpus,
 )
+from oomb_accel.training.dry_run import TrainingPlan, plan_training
 from oomb_accel.training.recipe import Recipe
+from oomb_accel.training.setup import prepare
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each document was read."""
+    counts = Counter[int]()
+    plain: Any = StoredDocuments.__getitem__
+
+    def read(self: StoredDocuments, index: int) -> Any:
+        found = plain(self, index)
+        counts[index] += 1
+        return found
+
+    monkeypatch.setattr(StoredDocuments, "__getitem__", read)
+    return counts
+
+
+@pytest.mark.parametrize("begin", [plan_training, prepare])
+def test_before_the_first_step_every_token_is_read_once(
+    settings: dict[str, Any], tmp_path: Path, made: Counter[int], begin: Callable[[Recipe], Any]
+) -> None:
+    """Lengths and targets are known without."""
+    data = rows(tmp_path / "a.jsonl", *({"text": "x" * length} for length in (40, 100, 300, 70)))
+    oomb = OombConfig.from_dict(settings["oomb"] | {"beyond_trained_length": "error"})
+    begun = begin(Recipe(**{**settings, "data_path": str(data), "oomb": oomb}))
+    assert made == {number: 1 for number in range(4)}
+    targets = begun.num_targets if isinstance(begun, TrainingPlan) else sum(begun.num_targets)
+    assert targets == 40 + 100 + 300 + 70
+
+
+@pytest.mark.parametrize("begin", [plan_training, prepare])
+def test_ids_beyond_the_vocabulary_are_found_before_the_first_step(
+    settings: dict[str, Any], tmp_path: Path, begin: Callable[[Recipe], Any]
+) -> None:
+    data = rows(tmp_path / "a.jsonl", {"input_ids": [1, 2, 3]}, {"input_ids": [1, 70_000, 3]})
+    oomb = OombConfig.from_dict(settings["oomb"])
+    with pytest.raises(ValueError, match=r"a\.jsonl line 2 has a token"):
+        begin(Recipe(**{**settings, "data_path": str(data), "oomb": oomb}))
 
 
 @pytest.fixture

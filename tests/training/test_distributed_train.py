@@ -212,6 +212,13 @@ def test_an_output_folder_that_is_not_shared_is_refused(rows: Settings, tmp_path
         assert "not the same folder on all machines" in text and "Process 1 does not see" in text
 
 
+def test_a_launch_without_a_config_file_may_call_it_none(rows: Settings, tmp_path: Path) -> None:
+    environment = {**launched(2), "ACCELERATE_DEEPSPEED_CONFIG_FILE": "none"}
+    rows |= {"max_steps": 1}
+    for trained in run_ranks(train_recipe, rows, folder=tmp_path, environment=environment):
+        assert len(trained.losses) == 1
+
+
 @dataclass
 class Said:
     """A DeepSpeed config that does not fit the recipe, and what the error must say."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -25,6 +26,7 @@ from oomb_accel.integrations.step_metrics import StepMetrics, flops_of_attachmen
 from oomb_accel.plan import GPUS, gpu_of_device
 from oomb_accel.plan.flops import SparseReach
 from oomb_accel.training import trackers
+from oomb_accel.training.recipe import Recipe
 from tests.harness.batches import documents_of, packed
 from tests.harness.models import tiny_model, with_lora
 from tests.harness.parity import config
@@ -264,3 +266,27 @@ def test_trackers_that_cannot_be_used(
     error = capsys.readouterr().err
     assert all(words in error for words in said) and "Traceback" not in error
     assert not Path(settings["output_dir"]).exists()
+
+
+def test_a_tracker_that_refuses_the_settings_gets_no_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged: list[int] = []
+
+    class Picky:
+        def __init__(self, *_: Any) -> None: ...
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            raise OSError("no space left on device")
+
+        def log(self, values: dict[str, Any], step: int) -> None:
+            logged.append(step)
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", Picky)
+    recipe = Recipe(model_name_or_path="m", data_path="d", output_dir="out", max_steps=1, report_to="tensorboard")
+    accelerator: Any = SimpleNamespace(trackers=[])
+    opened = trackers.Trackers(recipe, accelerator)
+    for step in (1, 2):
+        opened.log({"loss": 1.0}, step)
+    assert accelerator.trackers == [] and logged == []
+    assert capsys.readouterr().out.count("the tracker tensorboard failed") == 1

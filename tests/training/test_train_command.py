@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,13 @@ import yaml
 
 from oomb_accel.cli import main
 from oomb_accel.cli.train import _split
+from oomb_accel.plan.sizes import DTYPE_BYTES
 from oomb_accel.training import loop
+from oomb_accel.training.dry_run import plan_training
 from oomb_accel.training.interrupt import SAME_SECONDS, Stopped, StopSignals
+from oomb_accel.training.recipe import Recipe
+from tests.distributed.ranks import needs_deepspeed
+from tests.training.ranks_train import launched
 
 Write = Callable[[dict[str, Any]], Path]
 
@@ -136,6 +141,105 @@ def test_a_dry_run_refuses_what_a_run_would(
 ) -> None:
     assert main(["train", str(write_recipe(settings | changes)), "--dry_run"]) == 2
     assert said in capsys.readouterr().err
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str]) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("written", "stage", "offload"),
+    [
+        (None, 3, False),
+        ({}, 3, False),
+        ({"stage": 0}, 0, False),
+        ({"stage": "auto", "offload_optimizer": {"device": "auto"}}, 3, False),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, 1, True),
+    ],
+    ids=str,
+)
+def test_a_dry_run_plans_the_stage_of_the_launch(
+    settings: dict[str, Any],
+    write_recipe: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    written: dict[str, Any] | None,
+    stage: int,
+    offload: bool,
+) -> None:
+    """What Accelerate makes of an "auto", or of no file at all, which it calls none."""
+    launch(monkeypatch, launched(3, None if written is None else tmp_path, zero_optimization=written or {}))
+    if written is None:
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    machine = plan_training(Recipe.from_yaml(write_recipe(settings))).machine
+    assert (machine.zero_stage, machine.zero_offload) == (stage, offload)
+
+
+@needs_deepspeed
+def test_a_dry_run_has_the_settings_of_the_launch(
+    settings: dict[str, Any],
+    write_recipe: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    launch(monkeypatch, launched(2, tmp_path, oomb={"page_dtype": "float8", "chunk_tokens": "auto"}))
+    path = write_recipe(settings | {"oomb": {"page_tokens": 16}})
+    assert main(["train", str(path), "--dry_run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert {name: plan["config"]["oomb"][name] for name in ("page_dtype", "chunk_tokens", "page_tokens")} == {
+        "page_dtype": "float8",
+        "chunk_tokens": "auto",
+        "page_tokens": 16,
+    }
+    assert any("chunk_tokens=" in reason for reason in plan["chosen"])
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"oomb": {"chunk_tokens": 32}}, "chunk_tokens is set in two places"),
+        ({"oomb": {"chunk_tokns": 32}}, "'chunk_tokens'"),
+        ({"gradient_clipping": 0.3}, "max_grad_norm=1.0 in the recipe"),
+        ({"train_batch_size": 7}, "batch size x accumulation x ranks=4"),
+        ({"fp16": {"enabled": True}}, "fp16 is not supported"),
+        ({"bf16": {"enabled": False}}, "mixed_precision=bf16 in the recipe"),
+    ],
+    ids=str,
+)
+def test_a_dry_run_refuses_a_launch_that_the_run_would(
+    settings: dict[str, Any],
+    write_recipe: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: dict[str, Any],
+    said: str,
+) -> None:
+    launch(monkeypatch, launched(2, tmp_path, **config))
+    path = write_recipe(settings | {"mixed_precision": "bf16"})
+    assert main(["train", str(path), "--dry_run", "--gpus", "4"]) == 2
+    assert said in capsys.readouterr().err
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("bf16", "itemsize"), [(True, 2), (False, 4)])
+def test_a_dry_run_knows_the_precision_of_the_launch(
+    settings: dict[str, Any],
+    write_recipe: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bf16: bool,
+    itemsize: int,
+) -> None:
+    launch(monkeypatch, launched(1, tmp_path, bf16={"enabled": bf16}))
+    plan = plan_training(Recipe.from_yaml(write_recipe(settings | {"lora_r": 0})))
+    assert plan.cost is not None
+    job = plan.cost.estimate.job
+    assert (DTYPE_BYTES[job.weights_dtype], DTYPE_BYTES[job.compute_dtype]) == (itemsize, itemsize)
 
 
 def test_the_resolved_configuration(
@@ -287,6 +391,16 @@ def test_the_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         now[0] += 2 * SAME_SECONDS
         stop._handle(signal.SIGINT, None)
         assert sent == [signal.SIGINT] and signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+
+
+def test_a_handler_that_python_did_not_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = signal.getsignal
+    before = plain(signal.SIGTERM)
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGTERM else plain(number))
+    with StopSignals(lambda: False) as stop:
+        assert plain(signal.SIGTERM) is before
+        assert plain(signal.SIGINT) == stop._handle
+    assert plain(signal.SIGTERM) is before
 
 
 def test_output_is_plain_where_nobody_looks(
