@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from oomb_accel.columns import aligned
 from oomb_accel.config import unknown_key_message
 
 COMMANDS = {
@@ -120,11 +121,9 @@ def _raised_here(error: Exception) -> bool:
 
 
 def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
     return (
         "usage: oomb COMMAND ...\n\ncommands:\n"
-        + "\n".join(lines)
+        + aligned([(f"  {name}", what) for name, what in COMMANDS.items()], left=(0, 1))
         + (
             "\n\noomb COMMAND --help says more. All commands take --json and --debug (tracebacks of all errors).\n"
             "exit codes: 0 done, 1 the run or a check failed, 2 wrong settings, files or options, 130 Ctrl-C, "

@@ -26,6 +26,7 @@ from oomb_accel.evaluation.scoring import Subject
 from oomb_accel.evaluation.subject import check_texts, load_subject, load_texts, tokenizer_of
 from oomb_accel.evaluation.tables import context_table, facts_table, position_table
 from oomb_accel.evaluation.windows import WHOLE, Text, default_contexts
+from oomb_accel.setting_text import dtype_name
 
 
 @dataclasses.dataclass(slots=True)
@@ -201,7 +202,7 @@ def _describe(options: argparse.Namespace, subject: Subject, texts: Sequence[Tex
     longest = max(len(text.ids) for text in texts)
     lines = [
         f"{options.model}{adapter}, {_attention(subject)}",
-        f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}; {len(texts)} document(s), up to "
+        f"{dtype_name(parameter.dtype)} on {parameter.device}; {len(texts)} document(s), up to "
         f"{longest:,} tokens, in chunks of {subject.config.chunk_tokens:,}",
     ]
     if rope is not None:
@@ -229,7 +230,7 @@ def _report(
         "attention": subject.config.attention,
         "as_served": subject.config.attention == "dense",
         "settings": subject.config.to_dict(),
-        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "dtype": dtype_name(parameter.dtype),
         "device": str(parameter.device),
         "seed": options.seed,
         "last_tokens": options.last_tokens,

@@ -23,6 +23,7 @@ from oomb_accel.evaluation.merging import (
     probe_logits,
     save,
 )
+from oomb_accel.setting_text import dtype_name
 from oomb_accel.training.model import load_model, load_tokenizer
 from oomb_accel.training.recipe import Recipe
 
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     with_adapter = probe_logits(adapted, ids)
     with adapted.disable_adapter():
         without = probe_logits(adapted, ids)
-    _say(f"merging {options.adapter} into {name}, {_spell(loaded)} -> {_spell(dtype)}, {size / 1e9:.2f} GB")
+    _say(f"merging {options.adapter} into {name}, {dtype_name(loaded)} -> {dtype_name(dtype)}, {size / 1e9:.2f} GB")
     save(merge(adapted, dtype), tokenizer, options.output_dir)
     del adapted, base
     _say("loading it again to compare")
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     with tables_beside(options.json):
         print(_text(verdict, options.output_dir))
     report = {"adapter": str(options.adapter), "model": name, "output_dir": str(options.output_dir)}
-    write_json(report | {"dtype": _spell(dtype), **verdict.as_dict()}, options.json)
+    write_json(report | {"dtype": dtype_name(dtype), **verdict.as_dict()}, options.json)
     return 0 if verdict.passed else 1
 
 
@@ -89,10 +90,6 @@ def _text(verdict: Verdict, output: Path) -> str:
         f"  without the adapter   {verdict.effect:.2e}\n"
         f"same likeliest token behind {verdict.same_choice:.0%} of them: {end}"
     )
-
-
-def _spell(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _parser() -> Parser:

@@ -9,7 +9,8 @@ from pathlib import Path
 from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_data import RunData, names_of, read_run
 from oomb_accel.cli.report_page import FILE, page_of
-from oomb_accel.cli.report_tables import difference_table, run_table, step_table, text_of
+from oomb_accel.cli.report_tables import difference_table, run_table, step_table
+from oomb_accel.columns import aligned
 from oomb_accel.memory_report import peak_table
 
 _HEADINGS = {"training": "Loss and speed", "memory": "Memory and page traffic", "comparison": "Loss and speed"}
@@ -41,7 +42,7 @@ def report_text(run: RunData) -> str:
     """The report of one run as text."""
     parts = [_head(run)]
     if run.metrics:
-        parts.append(text_of(step_table(run)))
+        parts.append(aligned(step_table(run), left=()))
     if run.peaks:
         parts.append(peak_table(run.peaks, run.copied(), run.waited()))
     return "\n\n".join(parts)
@@ -50,10 +51,10 @@ def report_text(run: RunData) -> str:
 def comparison_text(runs: Sequence[RunData]) -> str:
     """Several runs as text."""
     names = names_of(runs)
-    parts = [text_of(run_table(runs, names), left=1)]
+    parts = [aligned(run_table(runs, names))]
     differences = difference_table(runs, names)
     if len(differences) > 1:
-        parts.append("settings that differ:\n" + text_of(differences, left=1))
+        parts.append("settings that differ:\n" + aligned(differences))
     return "\n\n".join(parts)
 
 

@@ -137,7 +137,7 @@ def _ready(name: str, row: Row) -> Ready:
         raise ValueError(
             f"{name}: labels and input_ids differ in length.\n"
             f"  Got {len(labels)} labels for {len(ids)} ids.\n"
-            "  Give one label per token, not shifted; -100 where a token is no target."
+            f"  Give one label per token, not shifted; {IGNORED} where a token is no target."
         )
     if min(ids) < 0 or max(ids) >= 1 << 32:
         raise ValueError(
@@ -149,7 +149,7 @@ def _ready(name: str, row: Row) -> Ready:
         wrong_label = min(labels) if min(labels) < IGNORED else max(labels)
         raise ValueError(
             f"{name}: labels holds a number that is no label.\n  Got {wrong_label}; a label is an id, or {IGNORED}.\n"
-            "  Give each token's own id, not shifted, or -100 where it is no target."
+            f"  Give each token's own id, not shifted, or {IGNORED} where it is no target."
         )
     array = np.array(ids, np.int64)
     wanted = np.array(ids if labels is None else labels, np.int64)
@@ -159,7 +159,7 @@ def _ready(name: str, row: Row) -> Ready:
         raise ValueError(
             f"{name}: labels do not repeat input_ids.\n"
             f"  Position {at} has label {wanted[at]} and id {ids[at]}.\n"
-            "  Give each token's own id, not shifted, or -100 where it is no target."
+            f"  Give each token's own id, not shifted, or {IGNORED} where it is no target."
         )
     return Ready(array.astype(np.uint32), ranges_of(wanted != IGNORED))
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import oomb_accel
+from oomb_accel.integrations.support import whole_numel
 from oomb_accel.progress import GIB
 from oomb_accel.training.launch import strategy
 from oomb_accel.training.run import Run
@@ -111,6 +112,6 @@ def closing(run: Run) -> str:
 
 
 def _off(model: Any) -> str:
-    sizes = [(torch.Size(getattr(p, "ds_shape", p.shape)).numel(), p.requires_grad) for p in model.parameters()]
+    sizes = [(whole_numel(p), p.requires_grad) for p in model.parameters()]
     trained, total = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
     return f"oomb_accel off (oomb.enabled: false), {trained:,} of {total:,} parameters trainable"
