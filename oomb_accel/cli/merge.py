@@ -12,7 +12,7 @@ import torch
 from oomb_accel.cli.devices import device_named
 from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
-from oomb_accel.evaluation.adapter import put_on, read_config, rope_of_run
+from oomb_accel.evaluation.adapter import put_on, rope_of_run
 from oomb_accel.evaluation.merging import (
     Verdict,
     check_output,
@@ -23,6 +23,7 @@ from oomb_accel.evaluation.merging import (
     probe_logits,
     save,
 )
+from oomb_accel.integrations.saving import read_config
 from oomb_accel.setting_text import dtype_name
 from oomb_accel.training.model import load_model, load_tokenizer
 from oomb_accel.training.recipe import Recipe

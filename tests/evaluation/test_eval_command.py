@@ -28,7 +28,8 @@ def test_tables_plots_and_json(
     pytest.importorskip("matplotlib")
     second = tmp_path / "second.txt"
     second.write_text(text.read_text()[150:])
-    arguments = [model_folder, "--adapter", adapter_folder, "--data", text, second, *QUICK, "--plot", tmp_path]
+    plots = tmp_path / "new" / "plots"
+    arguments = [model_folder, "--adapter", adapter_folder, "--data", text, second, *QUICK, "--plot", plots]
     report = report_of(tmp_path, *arguments)
     captured = capsys.readouterr()
     for word in ("base loss", "adapter loss", "95 % interval", "tokens back", "adapter perplexity"):
@@ -38,7 +39,7 @@ def test_tables_plots_and_json(
     assert captured.out.count("by document") == 2 and str(second) in captured.out
     assert [document["tokens"] for document in report["documents"]] == [420, 420]
     assert report["settings"]["attention"] == "dense" and report["dtype"] == "float32"
-    assert {path.name for path in tmp_path.glob("*.png")} == {
+    assert {path.name for path in plots.glob("*.png")} == {
         f"eval_{part}.png" for part in ("context", "facts", "position")
     }
     again = report_of(tmp_path, *arguments[:-2])
@@ -95,7 +96,14 @@ def places(tmp_path: Path, model_folder: Path, adapter_folder: Path, text: Path)
     (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [1, 2, 999] * 20}))
     short = save_tiny_model(tmp_path / "short", "llama", max_position_embeddings=256)
     made = {"broken": broken, "other": other, "half": half, "prompt": prompt, "names": tmp_path / "names"}
-    made |= {"M": model_folder, "A": adapter_folder, "T": text, "ids": tmp_path / "ids.jsonl", "short": short}
+    made |= {
+        "T/r.json": text / "r.json",
+        "M": model_folder,
+        "A": adapter_folder,
+        "T": text,
+        "ids": tmp_path / "ids.jsonl",
+        "short": short,
+    }
     return {name: str(path) for name, path in made.items()}
 
 
@@ -128,8 +136,8 @@ ERRORS: list[tuple[str, tuple[str, ...]]] = [
     ("M --data T --adapter other", ("belongs to another model", "shape", "Use the model")),
     ("M --data T --adapter names", ("belongs to another model", "qkv_proj", "that it was trained on")),
     ("M --data T --adapter prompt", ("a kind that is not supported", "PROMPT_TUNING", "Use LoRA")),
-    ("M --data T --json nowhere/r.json", ("The report cannot be written", "Use --json r.json")),
-    ("M --data T --plot nowhere", ("no folder for the plots", "--plot .")),
+    ("M --data T --json T/r.json", ("The report cannot be written", "Not a directory", "Use --json r.json")),
+    ("M --data T --plot T", ("The plots cannot be written", "Not a directory", "--plot .")),
     ("M --data T --top_k 4", ("top_k has no meaning with dense attention",)),
     ("M --data T --attention sparse --q_block 96", ("q_block", "96")),
 ]

@@ -101,7 +101,7 @@ CASES = [
     Bad("verify a device", words("verify", "MODEL", "--device", "tpu9"), ("tpu9", "--device cpu")),
     Bad("verify an option", words("verify", "MODEL", "--chunk", "2"), ("--chunk", "--chunk_tokens")),
     Bad("verify a value", words("verify", "MODEL", "--tokens", "x"), ("--tokens", "'x'")),
-    Bad("verify a report nowhere", words("verify", "MODEL", "--json", "/nowhere/a.json"), ("/nowhere",)),
+    Bad("verify a report nowhere", words("verify", "MODEL", "--json", "/proc/no/a.json"), ("/proc", "--json a.json")),
     Bad("verify no text", words("verify", "MODEL", "--text", "nowhere.txt"), ("nowhere.txt",)),
     Bad("report nothing", words("report"), ("FOLDER", "--help")),
     Bad("report no folder", words("report", "nowhere"), ("nowhere", "output_dir")),
