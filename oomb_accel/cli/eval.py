@@ -15,6 +15,7 @@ import yaml
 
 from oomb_accel.cli.devices import device_named
 from oomb_accel.cli.eval_options import parse
+from oomb_accel.cli.options import WITHOUT_RECIPE
 from oomb_accel.cli.report_file import check_plots, check_writable, tables_beside, write_json
 from oomb_accel.cli.sparse_options import sparse_settings
 from oomb_accel.config import OombConfig
@@ -28,6 +29,7 @@ from oomb_accel.evaluation.tables import context_table, facts_table, position_ta
 from oomb_accel.evaluation.windows import WHOLE, Text, default_contexts
 from oomb_accel.integrations.saving import read_config
 from oomb_accel.setting_text import dtype_name
+from oomb_accel.spelling import settings_called
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,6 +41,7 @@ class Figures:
     position: list[PositionLoss] = dataclasses.field(default_factory=list)
 
 
+@settings_called({**WITHOUT_RECIPE, "data_path": "--data", "model_name_or_path": "MODEL", "text_field": "--text_field"})
 def main(arguments: Sequence[str]) -> int:
     """Evaluate and print.
 

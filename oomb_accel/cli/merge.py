@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from oomb_accel.cli.devices import device_named
-from oomb_accel.cli.options import Parser
+from oomb_accel.cli.options import WITHOUT_RECIPE, Parser
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.evaluation.adapter import put_on, rope_of_run
 from oomb_accel.evaluation.merging import (
@@ -25,10 +25,12 @@ from oomb_accel.evaluation.merging import (
 )
 from oomb_accel.integrations.saving import read_config
 from oomb_accel.setting_text import dtype_name
+from oomb_accel.spelling import settings_called
 from oomb_accel.training.model import load_model, load_tokenizer
 from oomb_accel.training.recipe import Recipe
 
 
+@settings_called({**WITHOUT_RECIPE, "model_name_or_path": "--model"})
 def main(arguments: Sequence[str]) -> int:
     """Merge, save, load again and compare.
 

@@ -13,6 +13,7 @@ from oomb_accel.data.documents import IGNORED
 from oomb_accel.data.rows import ROW_EXAMPLE, Row
 from oomb_accel.data.settings import DataSettings, TrainOn
 from oomb_accel.data.store import Ids, Range
+from oomb_accel.spelling import called
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,10 @@ def row_example(name: str, row: Row, settings: DataSettings, tokenizer: Any, not
     if settings.text_field in row:
         text = _text(name, row, settings.text_field)
         return text_example(name, lambda: iter([text]), settings.train_on)
+    field = called("text_field")
     raise ValueError(
         f"{name} has no field to train on.\n  Got {', '.join(map(repr, row)) or 'an empty object'}.\n"
-        f"  Use rows like {ROW_EXAMPLE}, or set text_field."
+        f"  Use rows like {ROW_EXAMPLE}{f', or set {field}' if field else ''}."
     )
 
 
