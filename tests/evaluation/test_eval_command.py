@@ -93,6 +93,8 @@ def places(tmp_path: Path, model_folder: Path, adapter_folder: Path, text: Path)
     with_lora(tiny_model("llama", vocab_size=260, hidden_size=32)).save_pretrained(str(other))
     names = with_lora(tiny_model("phi3", vocab_size=260), target_modules=["qkv_proj"])
     names.save_pretrained(str(tmp_path / "names"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other.jsonl").write_text(json.dumps({"body": "x"}))
     (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [1, 2, 999] * 20}))
     short = save_tiny_model(tmp_path / "short", "llama", max_position_embeddings=256)
     made = {"broken": broken, "other": other, "half": half, "prompt": prompt, "names": tmp_path / "names"}
@@ -104,12 +106,15 @@ def places(tmp_path: Path, model_folder: Path, adapter_folder: Path, text: Path)
         "ids": tmp_path / "ids.jsonl",
         "short": short,
     }
+    made |= {name: tmp_path / name for name in ("empty", "other.jsonl")}
     return {name: str(path) for name, path in made.items()}
 
 
 ERRORS: list[tuple[str, tuple[str, ...]]] = [
-    ("M --data nowhere.txt", ("There is no data at 'nowhere.txt'",)),
-    ("nowhere/at/all --data T", ("The model 'nowhere/at/all' cannot be loaded",)),
+    ("M --data nowhere.txt", ("There is no data at 'nowhere.txt'", "Set --data to")),
+    ("M --data empty", ("holds no text", "Set --data to")),
+    ("M --data other.jsonl", ("has no field to train on", "or set --text_field")),
+    ("nowhere/at/all --data T", ("The model 'nowhere/at/all' cannot be loaded", "Set MODEL to")),
     (
         "M --data T --parts context --last_tokens 700",
         ("too short", "700 tokens", "--last_tokens 175"),
