@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from oomb_accel.columns import aligned
 from oomb_accel.progress import GIB, ChunkEvent, host_bytes
 
 FILE = "memory.jsonl"
@@ -340,8 +341,7 @@ def peak_table(peaks: Mapping[str, Peak], copied: Mapping[str, int], waited: flo
     if any(copied.values()):
         rows += [(f"pages copied to the {place}", gib(copied[way]), "in all") for way, place in _WAYS.items()]
         rows.append(("GPU waited for copies, s", f"{waited:,.2f}", "in all"))
-    width = max(len(name) for name, _, _ in rows)
-    return "\n".join(f"{name:<{width}} {size:>9}  {when}".rstrip() for name, size, when in rows)
+    return aligned(rows, left=(0, 2))
 
 
 _WAYS = {"up": "GPU", "down": "host"}

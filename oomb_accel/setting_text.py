@@ -1,4 +1,4 @@
-"""Settings as text, from the environment and the command line, and back to values."""
+"""Settings as text, from the environment and the command line, and back to values; names of dtypes."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ def whole_numbers(text: str) -> tuple[int, ...] | str:
 def is_choice_of_numbers(option: Any) -> bool:
     """Whether the type is a few numbers, such as ``Literal[64, 128]``."""
     return typing.get_origin(option) is Literal and isinstance(typing.get_args(option)[0], int)
+
+
+def dtype_name(dtype: object) -> str:
+    """``float32`` and the like: a dtype of torch as settings, tables and JSON have it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _read(text: str, option: Any) -> Any:

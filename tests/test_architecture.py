@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the lowest layer to the highest. The facade is oomb_accel/__init__.py: it may import anything, and only
 # the layers that stand above it may import it.
 LAYERS = (
-    {"config", "reading", "schedule", "progress", "sampler", "setting_text", "sources"},
+    {"columns", "config", "reading", "schedule", "progress", "sampler", "setting_text", "sources", "spelling"},
     {"plan", "memory_report"},
     {"data"},
     {"host"},
@@ -37,7 +37,7 @@ LAYERS = (
     {"__main__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-NO_TORCH = {"config", "plan", "reading", "schedule", "setting_text", "sources", "host.limits"}
+NO_TORCH = {"columns", "config", "plan", "reading", "schedule", "setting_text", "sources", "spelling", "host.limits"}
 """Layers, and modules in them, that only know numbers."""
 MAX_LINES = 400
 MAX_RECURRENCE_LINES = 300

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.sparsity.material import Encode
+from oomb_accel.data.documents import IGNORED
 from oomb_accel.evaluation.planting import FIRST_WORDS, SECOND_WORDS
 
 Ids = NDArray[np.int32]
@@ -132,7 +133,7 @@ class FactDocument:
 
     ids: Ids
     labels: NDArray[np.int64]
-    """The ids where a token belongs to an answer, else -100."""
+    """The ids where a token belongs to an answer, else `IGNORED`."""
     answers: list[tuple[int, int]]
     """First and behind-last token of each answer."""
     depths: list[int]
@@ -175,7 +176,7 @@ def fact_document(
         pieces += [prompt, reply]
         length = answers[-1][1]
     ids = np.concatenate(pieces)
-    labels = np.full(len(ids), -100, np.int64)
+    labels = np.full(len(ids), IGNORED, np.int64)
     for first, end in answers:
         labels[first:end] = ids[first:end]
     return FactDocument(ids, labels, answers, [int(starts[i]) for i in asked])

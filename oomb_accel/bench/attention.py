@@ -20,6 +20,7 @@ from oomb_accel.bench.lists import Kind, draw_lists
 from oomb_accel.bench.timing import Measure, Task
 from oomb_accel.plan.sizes import parts_of
 from oomb_accel.selection import POOLED_TOKENS
+from oomb_accel.setting_text import dtype_name
 from oomb_kernels import (
     AttentionCall,
     PageLists,
@@ -316,11 +317,6 @@ def _measured(
         )
         for row in rows
     ]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` and the like."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _constant(value: Tensor) -> Callable[[], Tensor]:

@@ -8,6 +8,8 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from oomb_accel.cli.quiet import hide_noise, wants_everything
+from oomb_accel.columns import aligned
 from oomb_accel.config import unknown_key_message
 
 COMMANDS = {
@@ -43,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"oomb: {unknown_key_message(words[0], list(COMMANDS), 'the command line')}", file=sys.stderr)
         return MISUSED
+
+    debug = debug or wants_everything(os.environ)
+    if not debug and words[0] != "run":  # what a script of the user's own hears is its own affair
+        hide_noise()
 
     def command() -> int:  # the import as well: it takes seconds, in which somebody may press Ctrl-C
         return int(importlib.import_module(f"oomb_accel.cli.{words[0]}").main(words[1:]))
@@ -120,13 +126,12 @@ def _raised_here(error: Exception) -> bool:
 
 
 def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
     return (
         "usage: oomb COMMAND ...\n\ncommands:\n"
-        + "\n".join(lines)
+        + aligned([(f"  {name}", what) for name, what in COMMANDS.items()], left=(0, 1))
         + (
-            "\n\noomb COMMAND --help says more. All commands take --json and --debug (tracebacks of all errors).\n"
+            "\n\noomb COMMAND --help says more. All commands take --json and --debug (tracebacks of all errors, and "
+            "all that libraries say; also OOMB_DEBUG=1).\n"
             "exit codes: 0 done, 1 the run or a check failed, 2 wrong settings, files or options, 130 Ctrl-C, "
             "143 SIGTERM"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oomb_accel.cli.options import Parser
+from oomb_accel.spelling import settings_called
 
 if TYPE_CHECKING:
     from oomb_accel.training.recipe import Recipe
@@ -53,10 +54,12 @@ def main(arguments: Sequence[str]) -> int:
             "There is nothing to read.\n  Got no path.\n"
             "  Please give a recipe, or a path and --model; oomb data --help says more."
         )
-    recipe = _recipe(paths, options.model, settings)
-    from oomb_accel.cli.data_report import describe, text_report  # wrong settings are refused before torch is imported
+    given = {} if options.model is None else {"model_name_or_path": "--model"}
+    with settings_called(given if _is_recipe(paths) else given | {"data_path": "PATH"}):
+        recipe = _recipe(paths, options.model, settings)
+        from oomb_accel.cli.data_report import describe, text_report  # wrong settings are refused before torch comes
 
-    found = describe(recipe, show=options.show)
+        found = describe(recipe, show=options.show)
     print(json.dumps(found.to_dict(), indent=2) if options.json else text_report(found, color=_has_color()))
     return 0 if found.refusal is None else 1
 
@@ -67,11 +70,15 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments[:first]), list(arguments[first:])
 
 
+def _is_recipe(paths: list[str]) -> bool:
+    return Path(paths[0]).suffix.lower() in (".yaml", ".yml")
+
+
 def _recipe(paths: list[str], model: str | None, settings: list[str]) -> Recipe:
     from oomb_accel.training.recipe import Recipe
 
     words = [*settings, *([] if model is None else ["--model_name_or_path", model])]
-    if Path(paths[0]).suffix.lower() in (".yaml", ".yml"):
+    if _is_recipe(paths):
         if len(paths) > 1:
             raise ValueError(
                 f"One recipe at a time.\n  Got {', '.join(paths)}.\n"

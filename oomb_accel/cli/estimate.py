@@ -1,4 +1,4 @@
-"""``oomb estimate MODEL --length 1M``: memory, time and cost of a training step, before there is a GPU."""
+"""``oomb estimate MODEL --length 1M`` or ``oomb estimate RECIPE.yaml``: memory, time and cost of a training step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,29 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from oomb_accel.cli.estimate_tables import estimate_report
 from oomb_accel.cli.options import Parser, number
-from oomb_accel.plan import GPUS, Job, choose, estimate, gpu_named, largest_tokens, read_shape, suggestions
+from oomb_accel.config import OombConfig
+from oomb_accel.plan import (
+    GPUS,
+    Job,
+    choose,
+    dtypes_of,
+    estimate,
+    gpu_named,
+    largest_tokens,
+    read_shape,
+    settings_of,
+    suggestions,
+)
 from oomb_accel.plan.gpus import other_gpu
 from oomb_accel.plan.sizes import GIB
 from oomb_accel.reading import shown
+from oomb_accel.sources import gather, resolve
+from oomb_accel.training import Recipe
 
 _SWITCH: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
 _MOST_TOKENS = 10**12
@@ -29,8 +44,8 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: an unknown model, GPU or option, or a value that is not allowed.
     """
-    options = _parser().parse_args(arguments)
-    job, reasons = _chosen(_job(options), options)
+    options, config, rope = _options(arguments)
+    job, reasons = _chosen(_job(options, config, rope), options)
     found = estimate(job)
     changes = [] if found.fits else suggestions(job)
     longest = largest_tokens(job)
@@ -44,6 +59,58 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print(estimate_report(found, longest, changes, options.price, reasons))
     return 0 if found.fits else 1
+
+
+def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, dict[str, Any] | None]:
+    """The options, those of a recipe over the defaults and those of the command line over both; the settings of the
+    recurrence, of which some are no options here; and the recipe's ``rope_parameters``.
+
+    Raises:
+        ValueError: as reading a recipe, or a recipe without a length.
+    """
+    parser = _parser()
+    path = arguments[0] if arguments and Path(arguments[0]).suffix.lower() in (".yaml", ".yml") else None
+    if path is None:
+        config = OombConfig()
+        parser.set_defaults(**_defaults(config))
+        return parser.parse_args(arguments), config, None
+    _, others = parser.parse_some(arguments)
+    recipe = Recipe.from_yaml(path, [*others, "--data_path=unused", "--output_dir=unused"])
+    config = resolve(*gather(None, *recipe.oomb_sources())).config
+    if not config.enabled:
+        raise ValueError(
+            "There are no chunks to estimate.\n  Got oomb.enabled=false.\n"
+            "  Add --oomb.enabled true to see what they take."
+        )
+    # As oomb train --dry_run: the documents of a micro-batch count as one.
+    tokens = None if recipe.max_length is None else recipe.max_length * recipe.per_device_train_batch_size
+    parser.set_defaults(
+        length=None if tokens is None else str(tokens),
+        lora_r=recipe.lora_r,
+        torch_dtype=recipe.torch_dtype,
+        mixed_precision=recipe.mixed_precision,
+        **_defaults(config),
+    )
+    options, _ = parser.parse_some(arguments)
+    if options.length is None:
+        raise ValueError(
+            f"The recipe does not say how long documents are.\n  max_length is not set in {path}.\n"
+            f"  Add --length 128K; or let oomb train {path} --dry_run read the data."
+        )
+    options.model = recipe.model_name_or_path
+    return options, config, recipe.rope_parameters
+
+
+def _defaults(config: OombConfig) -> dict[str, Any]:
+    """Settings as the defaults of the options of the same names."""
+    words = {value: word for word, value in _SWITCH.items()}
+    same = ("attention", "top_k", "page_budget", "page_tokens", "page_dtype", "page_grad_dtype")
+    return {name: getattr(config, name) for name in same} | {
+        "chunk_tokens": str(config.chunk_tokens),
+        "keep_outputs": words[config.keep_outputs],
+        "offload": words[config.offload],
+        "device_pages_gib": None if config.device_pages_gib == "auto" else config.device_pages_gib,
+    }
 
 
 def _chosen(job: Job, options: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
@@ -72,39 +139,42 @@ def token_count(text: str) -> int:
     return round(count)
 
 
-def _job(options: argparse.Namespace) -> Job:
-    model = read_shape(options.model)
+def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[str, Any] | None) -> Job:
+    model = read_shape(options.model, rope_parameters)
     gpu = gpu_named(options.gpu)
     if options.gpu_gib is not None or options.tflops is not None:
         gpu = other_gpu(options.gpu_gib or gpu.memory_bytes / GIB, options.tflops, gpu)
     chunk_tokens = 8192 if options.chunk_tokens == "auto" else token_count(options.chunk_tokens)
     _check_range(options, chunk_tokens)
     lora_r = 0 if options.full else options.lora_r
-    dtype = options.torch_dtype
-    if dtype is None:
-        # As oomb train: all weights are trained in fp32, and DeepSpeed keeps its own fp32 copy of bf16 weights.
-        dtype = "bfloat16" if lora_r or options.zero else "float32"
+    zero_stage = options.zero or None
+    asked = {
+        "attention": options.attention,
+        "top_k": options.top_k,
+        "page_budget": options.page_budget,
+        "chunk_tokens": chunk_tokens,
+        "page_tokens": options.page_tokens,
+        "page_dtype": options.page_dtype,
+        "page_grad_dtype": "float32" if options.page_grad_dtype == "auto" else options.page_grad_dtype,
+        "keep_outputs": _SWITCH[options.keep_outputs],
+        "offload": _SWITCH[options.offload],
+        "device_pages_bytes": None if options.device_pages_gib is None else int(options.device_pages_gib * GIB),
+    }
+    dtypes = dtypes_of(
+        options.torch_dtype, lora_r=lora_r, zero_stage=zero_stage, mixed_precision=options.mixed_precision
+    )
     return Job(
         model=model,
         tokens=token_count(options.length),
         lora_r=lora_r,
-        weights_dtype=dtype,
-        attention=options.attention,
-        top_k=options.top_k,
-        page_budget=options.page_budget,
         distinct=options.distinct,
-        chunk_tokens=chunk_tokens,
-        page_tokens=options.page_tokens,
-        page_dtype=options.page_dtype,
-        page_grad_dtype="float32" if options.page_grad_dtype == "auto" else options.page_grad_dtype,
-        keep_outputs=_SWITCH[options.keep_outputs],
-        offload=_SWITCH[options.offload],
-        device_pages_bytes=None if options.device_pages_gib is None else int(options.device_pages_gib * GIB),
         gpu=gpu,
         num_gpus=options.gpus,
-        zero_stage=options.zero or None,
+        zero_stage=zero_stage,
         zero_offload=options.optimizer_offload,
         host_bytes=int(options.host_gib * GIB),
+        **dtypes,
+        **settings_of(config) | asked,
     )
 
 
@@ -142,28 +212,36 @@ def _parser() -> Parser:
         prog="oomb estimate",
         description="Memory on GPU and host, traffic between them, time and cost of one training step, the longest "
         "document that fits, and which setting to change when one does not. Needs neither GPU nor weights. Exit code 1 "
-        "when the step does not fit.",
+        "when the step does not fit. A recipe gives model, length (max_length), adapters, dtypes and settings; options "
+        "go over it, those of oomb train too. How many GPUs and which ZeRO stage, the launch will say: --gpus, --zero.",
     )
-    parser.add_argument("model", help="a config.json, a model's folder, a hub id, or a name such as qwen2.5-7b")
+    parser.add_argument(
+        "model",
+        help="a config.json, a model's folder, a hub id, a name such as qwen2.5-7b; or, as the first word, a recipe",
+    )
+    parser.set_defaults(mixed_precision="auto")
     parser.add_argument("--length", default="128K", help="tokens of the document, such as 131072, 128K or 1M")
     training = parser.add_argument_group("training")
     training.add_argument("--lora_r", type=int, default=16, help="rank of adapters on all linear layers; default 16")
     training.add_argument("--full", action="store_true", help="train all weights; the same as --lora_r 0")
     training.add_argument(
-        "--torch_dtype", choices=["bfloat16", "float32"], help="of the weights; as oomb train if left out"
+        "--torch_dtype",
+        default="auto",
+        choices=["auto", "bfloat16", "float32"],
+        help="of the weights; auto is float32 where all are trained, without DeepSpeed",
     )
     training.add_argument("--zero", type=int, default=0, choices=[0, 1, 2, 3], help="ZeRO stage; 0 is no DeepSpeed")
     training.add_argument("--optimizer_offload", action="store_true", help="optimizer states in host memory")
-    settings = parser.add_argument_group("settings of oomb_accel", "as in OombConfig")
-    settings.add_argument("--attention", choices=["dense", "sparse"], default="dense")
-    settings.add_argument("--top_k", type=int, default=64)
+    settings = parser.add_argument_group("settings of oomb_accel", "as in OombConfig, with its defaults")
+    settings.add_argument("--attention", choices=["dense", "sparse"])
+    settings.add_argument("--top_k", type=int)
     settings.add_argument("--page_budget", type=int)
-    settings.add_argument("--chunk_tokens", default="8192", help='default 8192; "auto" takes the best that fits')
-    settings.add_argument("--page_tokens", type=int, default=128)
-    settings.add_argument("--page_dtype", choices=["model", "float8"], default="model")
-    settings.add_argument("--page_grad_dtype", choices=["float32", "bfloat16", "auto"], default="float32")
-    settings.add_argument("--keep_outputs", choices=list(_SWITCH), default="auto")
-    settings.add_argument("--offload", choices=list(_SWITCH), default="auto")
+    settings.add_argument("--chunk_tokens", help='default 8192; "auto" takes the best that fits')
+    settings.add_argument("--page_tokens", type=int)
+    settings.add_argument("--page_dtype", choices=["model", "float8"])
+    settings.add_argument("--page_grad_dtype", choices=["float32", "bfloat16", "auto"])
+    settings.add_argument("--keep_outputs", choices=list(_SWITCH))
+    settings.add_argument("--offload", choices=list(_SWITCH))
     settings.add_argument(
         "--device_pages_gib", type=number(0, above=True), help="most GPU memory for pages; what is free if left out"
     )

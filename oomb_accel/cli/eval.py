@@ -15,10 +15,11 @@ import yaml
 
 from oomb_accel.cli.devices import device_named
 from oomb_accel.cli.eval_options import parse
-from oomb_accel.cli.report_file import check_writable, tables_beside, write_json
+from oomb_accel.cli.options import WITHOUT_RECIPE
+from oomb_accel.cli.report_file import check_plots, check_writable, tables_beside, write_json
 from oomb_accel.cli.sparse_options import sparse_settings
 from oomb_accel.config import OombConfig
-from oomb_accel.evaluation.adapter import read_config, rope_of_run
+from oomb_accel.evaluation.adapter import rope_of_run
 from oomb_accel.evaluation.context import ContextLoss, check_lengths, loss_by_context
 from oomb_accel.evaluation.facts import Answer, PlantedText, plant_all, recall
 from oomb_accel.evaluation.position import PositionLoss, loss_by_position
@@ -26,6 +27,9 @@ from oomb_accel.evaluation.scoring import Subject
 from oomb_accel.evaluation.subject import check_texts, load_subject, load_texts, tokenizer_of
 from oomb_accel.evaluation.tables import context_table, facts_table, position_table
 from oomb_accel.evaluation.windows import WHOLE, Text, default_contexts
+from oomb_accel.integrations.saving import read_config
+from oomb_accel.setting_text import dtype_name
+from oomb_accel.spelling import settings_called
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,6 +41,7 @@ class Figures:
     position: list[PositionLoss] = dataclasses.field(default_factory=list)
 
 
+@settings_called({**WITHOUT_RECIPE, "data_path": "--data", "model_name_or_path": "MODEL", "text_field": "--text_field"})
 def main(arguments: Sequence[str]) -> int:
     """Evaluate and print.
 
@@ -71,6 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.plot is not None:
             from oomb_accel.evaluation.plots import draw  # an extra, and slow to import
 
+            options.plot.mkdir(parents=True, exist_ok=True)
             for path in draw(options.plot, **_parts(figures), subtitle=head.splitlines()[0]):
                 print(f"drawn {path}")
     write_json(_report(options, subject, texts, figures, seconds), options.json)
@@ -136,21 +142,9 @@ def _check_places(options: argparse.Namespace) -> None:
     """Refuse what could not be written or read, before the work."""
     check_writable(options.json)
     if options.plot is not None:
-        if not options.plot.is_dir():
-            raise ValueError(f"There is no folder for the plots.\n  Got {options.plot}.\n  Make it, or use --plot .")
-        _check_matplotlib()
+        check_plots(options.plot, "--plot", "leave --plot out")
     if options.adapter is not None:
         read_config(options.adapter)
-
-
-def _check_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        raise ValueError(
-            "The plots cannot be drawn: matplotlib is not installed.\n  Got --plot.\n"
-            "  Install it with pip install 'oomb_accel[report]', or leave --plot out."
-        ) from None
 
 
 def _rope(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -201,7 +195,7 @@ def _describe(options: argparse.Namespace, subject: Subject, texts: Sequence[Tex
     longest = max(len(text.ids) for text in texts)
     lines = [
         f"{options.model}{adapter}, {_attention(subject)}",
-        f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}; {len(texts)} document(s), up to "
+        f"{dtype_name(parameter.dtype)} on {parameter.device}; {len(texts)} document(s), up to "
         f"{longest:,} tokens, in chunks of {subject.config.chunk_tokens:,}",
     ]
     if rope is not None:
@@ -229,7 +223,7 @@ def _report(
         "attention": subject.config.attention,
         "as_served": subject.config.attention == "dense",
         "settings": subject.config.to_dict(),
-        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "dtype": dtype_name(parameter.dtype),
         "device": str(parameter.device),
         "seed": options.seed,
         "last_tokens": options.last_tokens,

@@ -58,7 +58,7 @@ def _parser() -> Parser:
         "depths, asked at the end), position (loss by position), separated by commas; all if left out",
     )
     add_json_option(parser)
-    add("--plot", type=Path, metavar="FOLDER", help="also draw eval_*.png into this folder")
+    add("--plot", type=Path, metavar="FOLDER", help="also draw eval_*.png into this folder, which is made if need be")
     add("--tokens", help="length of the documents, of which the beginning is used; the whole ones if left out")
     add("--max_documents", help="use the first so many documents; all if left out")
     add(

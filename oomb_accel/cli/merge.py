@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from oomb_accel.cli.devices import device_named
-from oomb_accel.cli.options import Parser
+from oomb_accel.cli.options import WITHOUT_RECIPE, Parser
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
-from oomb_accel.evaluation.adapter import put_on, read_config, rope_of_run
+from oomb_accel.evaluation.adapter import put_on, rope_of_run
 from oomb_accel.evaluation.merging import (
     Verdict,
     check_output,
@@ -23,10 +23,14 @@ from oomb_accel.evaluation.merging import (
     probe_logits,
     save,
 )
+from oomb_accel.integrations.saving import read_config
+from oomb_accel.setting_text import dtype_name
+from oomb_accel.spelling import settings_called
 from oomb_accel.training.model import load_model, load_tokenizer
 from oomb_accel.training.recipe import Recipe
 
 
+@settings_called({**WITHOUT_RECIPE, "model_name_or_path": "--model"})
 def main(arguments: Sequence[str]) -> int:
     """Merge, save, load again and compare.
 
@@ -52,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     with_adapter = probe_logits(adapted, ids)
     with adapted.disable_adapter():
         without = probe_logits(adapted, ids)
-    _say(f"merging {options.adapter} into {name}, {_spell(loaded)} -> {_spell(dtype)}, {size / 1e9:.2f} GB")
+    _say(f"merging {options.adapter} into {name}, {dtype_name(loaded)} -> {dtype_name(dtype)}, {size / 1e9:.2f} GB")
     save(merge(adapted, dtype), tokenizer, options.output_dir)
     del adapted, base
     _say("loading it again to compare")
@@ -61,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     with tables_beside(options.json):
         print(_text(verdict, options.output_dir))
     report = {"adapter": str(options.adapter), "model": name, "output_dir": str(options.output_dir)}
-    write_json(report | {"dtype": _spell(dtype), **verdict.as_dict()}, options.json)
+    write_json(report | {"dtype": dtype_name(dtype), **verdict.as_dict()}, options.json)
     return 0 if verdict.passed else 1
 
 
@@ -89,10 +93,6 @@ def _text(verdict: Verdict, output: Path) -> str:
         f"  without the adapter   {verdict.effect:.2e}\n"
         f"same likeliest token behind {verdict.same_choice:.0%} of them: {end}"
     )
-
-
-def _spell(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _parser() -> Parser:

@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 from oomb_accel.config import unknown_key_message
 from oomb_accel.reading import shown
 
+WITHOUT_RECIPE = {"data_split": "", "data_include": "", "trust_remote_code": "", "data_cache": "OOMB_CACHE"}
+"""What commands that read data and models take for settings of a recipe; see `oomb_accel.spelling.settings_called`."""
+
 
 class Parser(argparse.ArgumentParser):
     """Takes ``--host-gib`` for ``--host_gib``, no abbreviations, and no option twice with different values.
@@ -28,13 +31,24 @@ class Parser(argparse.ArgumentParser):
         """
         return super().parse_args(None if args is None else self._checked(args), namespace)
 
+    def parse_some(self, args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """The options that are known, and the words that are left for somebody else.
+
+        Raises:
+            ValueError: one is wrong or missing.
+        """
+        return super().parse_known_args(self._checked(args, others=True))
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(
             f"{self.prog} does not work like this.\n  {message[:300]}.\n  {self.prog} --help says what it takes."
         )
 
-    def _checked(self, words: Sequence[str]) -> list[str]:
+    def _checked(self, words: Sequence[str], *, others: bool = False) -> list[str]:
         """The words with options as they are known.
+
+        Args:
+            others: leave options be that are not known.
 
         Raises:
             ValueError: an option that there is not, with the nearest one, or one that stands twice.
@@ -48,6 +62,9 @@ class Parser(argparse.ArgumentParser):
                 checked.append(word)
                 continue
             found = known.get(flag.replace("_", "-"))
+            if found is None and others:
+                checked.append(word)
+                continue
             if found is None:
                 names = [name for name, _ in known.values() if name.startswith("--")]
                 raise ValueError(unknown_key_message(flag, names, "the command line").replace("key", "option", 1))

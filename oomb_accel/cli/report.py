@@ -8,8 +8,10 @@ from pathlib import Path
 
 from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_data import RunData, names_of, read_run
+from oomb_accel.cli.report_file import check_plots
 from oomb_accel.cli.report_page import FILE, page_of
-from oomb_accel.cli.report_tables import difference_table, run_table, step_table, text_of
+from oomb_accel.cli.report_tables import difference_table, run_table, step_table
+from oomb_accel.columns import aligned
 from oomb_accel.memory_report import peak_table
 
 _HEADINGS = {"training": "Loss and speed", "memory": "Memory and page traffic", "comparison": "Loss and speed"}
@@ -41,7 +43,7 @@ def report_text(run: RunData) -> str:
     """The report of one run as text."""
     parts = [_head(run)]
     if run.metrics:
-        parts.append(text_of(step_table(run)))
+        parts.append(aligned(step_table(run), left=()))
     if run.peaks:
         parts.append(peak_table(run.peaks, run.copied(), run.waited()))
     return "\n\n".join(parts)
@@ -50,10 +52,10 @@ def report_text(run: RunData) -> str:
 def comparison_text(runs: Sequence[RunData]) -> str:
     """Several runs as text."""
     names = names_of(runs)
-    parts = [text_of(run_table(runs, names), left=1)]
+    parts = [aligned(run_table(runs, names))]
     differences = difference_table(runs, names)
     if len(differences) > 1:
-        parts.append("settings that differ:\n" + text_of(differences, left=1))
+        parts.append("settings that differ:\n" + aligned(differences))
     return "\n\n".join(parts)
 
 
@@ -61,21 +63,13 @@ def _draw(runs: Sequence[RunData], folder: Path, step: int | None) -> list[Path]
     """Draw into a folder, and write the page. Returns the files.
 
     Raises:
-        ValueError: matplotlib is not installed, there is no such folder, or no such step.
+        ValueError: plots cannot be drawn or written there, or there is no such step.
     """
-    try:
-        from oomb_accel.cli.report_plots import figures_of, save_png, svg_of  # an extra, and slow to import
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "matplotlib":
-            raise
-        raise ValueError(
-            "The plots cannot be drawn: matplotlib is not installed.\n"
-            "  The table above is all of the report without it.\n"
-            "  Install it with pip install 'oomb_accel[report]', or use --no_plots."
-        ) from None
-    if not folder.is_dir():
-        raise ValueError(f"There is no folder for the plots.\n  Got {folder}.\n  Make it, or leave --out out.")
+    check_plots(folder, "--out", "use --no_plots: the tables are all of the report without it")
+    from oomb_accel.cli.report_plots import figures_of, save_png, svg_of  # an extra, and slow to import
+
     figures = figures_of(runs, step)
+    folder.mkdir(parents=True, exist_ok=True)
     paths = save_png(figures, folder)
     plots = [(_HEADINGS[name], svg_of(figure, name)) for name, figure in figures.items()]
     paths.append(folder / FILE)
@@ -132,7 +126,8 @@ def _parser() -> Parser:
     )
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="output_dir of a run")
     parser.add_argument(
-        "--out", help="folder for plots and page; if left out that of the run, or for several runs this one"
+        "--out",
+        help="folder for plots and page, made if need be; if left out that of the run, or for several runs this one",
     )
     parser.add_argument(
         "--step", type=int, help="whose memory is drawn; the one with most memory on the device if left out"

@@ -1,11 +1,13 @@
-"""Where a command writes its report as JSON: a file, or standard output."""
+"""Where a command writes: its report as JSON, into a file or to standard output, and its plots, into a folder."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import sys
+import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -37,20 +39,49 @@ def write_json(report: Any, target: Path | None) -> None:
     if target == STDOUT:
         sys.stdout.write(text)
     elif target is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuse a place where no report can be written, before the work that it reports.
+    """Refuse a place where no report can be written, before the work that it reports. A folder that is missing is no
+    reason: it is made when there is something to write.
 
     Raises:
-        ValueError: a folder, or a file in a folder that does not exist.
+        ValueError: a folder, or a file in a folder that cannot be made or written.
     """
     if path is None or path == STDOUT:
         return
     if path.is_dir():
         raise ValueError(f"The report cannot be written.\n  {path} is a folder.\n  Use --json {path / 'report.json'}.")
-    if not path.parent.is_dir():
+    _check_folder(path.parent, "report", f"--json {path.name}")
+
+
+def check_plots(folder: Path, option: str, without: str) -> None:
+    """Refuse plots that cannot be drawn, or not be written into a folder, which need not be there yet.
+
+    Args:
+        option: that names the folder.
+        without: how to do without plots, as a sentence goes on.
+
+    Raises:
+        ValueError: matplotlib is not installed, or the folder cannot be made or written.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
-            f"The report cannot be written.\n  There is no folder {path.parent}.\n  Use --json {path.name}, or make it."
+            f"The plots cannot be drawn: matplotlib is not installed.\n  Wanted in {folder}.\n"
+            f"  Install it with pip install 'oomb_accel[report]', or {without}."
         )
+    _check_folder(folder, "plots", f"{option} .")
+
+
+def _check_folder(folder: Path, what: str, remedy: str) -> None:
+    """Whether a folder, or the nearest one above it, takes new files."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".oomb-", dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"The {what} cannot be written.\n  {there}: {error.strerror}.\n  Use {remedy}, or a folder of your own."
+        ) from None

@@ -78,23 +78,6 @@ def difference_table(runs: Sequence[RunData], names: Sequence[str]) -> Table:
     return [["setting", *names], *(row for row in rows if len(set(row[1:])) > 1)]
 
 
-def text_of(table: Table, *, left: int = 0) -> str:
-    """Columns side by side, numbers to the right.
-
-    Args:
-        left: so many first columns are words, and go to the left.
-    """
-    widths = [max(len(cells[column]) for cells in table) for column in range(len(table[0]))]
-    lines = [
-        "  ".join(
-            f"{cell:<{width}}" if column < left else f"{cell:>{width}}"
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ).rstrip()
-        for cells in table
-    ]
-    return "\n".join(lines)
-
-
 def spread(rows: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """At most so many rows, evenly, the first and the last among them."""
     if len(rows) <= most:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
-import inspect
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -144,21 +143,15 @@ def _help() -> str:
 
 
 def _describe(settings: type, prefix: str) -> list[str]:
-    """One paragraph per field: its name, default and the docstring under it, read from the source."""
-    from oomb_accel.training.settings import Setting
+    """One paragraph per field: its name, default and the docstring under it."""
+    from oomb_accel.training.settings import Setting, field_docs
 
+    kinds, docs = Setting.of(settings), field_docs(settings)
     lines: list[str] = []
-    kinds = Setting.of(settings)
-    defaults = {
-        item.name: item.default for item in dataclasses.fields(settings) if item.default is not dataclasses.MISSING
-    }
-    (tree,) = ast.parse(inspect.getsource(settings)).body
-    assert isinstance(tree, ast.ClassDef)
-    for statement, following in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            name = statement.target.id
-            if name in defaults and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                text = inspect.cleandoc(str(following.value.value)).replace("``", "").replace("\n", "\n      ")
-                default = "required" if defaults[name] == "" else f"default: {defaults[name]!r}"
-                lines.append(f"  {prefix}{name}: {kinds[name].spell()} ({default})\n      {text}")
+    for field in dataclasses.fields(settings):
+        if field.name in docs and field.default is not dataclasses.MISSING:
+            default = "required" if field.default == "" else f"default: {field.default!r}"
+            lines.append(f"  {prefix}{field.name}: {kinds[field.name].spell()} ({default})")
+            text = docs[field.name].replace("`", "")
+            lines.append(textwrap.fill(text, 120, initial_indent=" " * 6, subsequent_indent=" " * 6))
     return lines

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from oomb_accel.cli import verify_sparse
 from oomb_accel.cli.devices import device_named
-from oomb_accel.cli.options import Parser
+from oomb_accel.cli.options import WITHOUT_RECIPE, Parser
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.cli.sparse_options import add_sparse_options, joined, sparse_settings
 from oomb_accel.cli.verify_inputs import documents_of, load, trained
@@ -20,6 +20,7 @@ from oomb_accel.cli.verify_tables import parity_rows, parity_table
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations.parity import check_parity, check_parity_low_precision
 from oomb_accel.integrations.support import base_model_of, model_facts, refusals
+from oomb_accel.spelling import settings_called
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 _DENSE: dict[str, Any] = {
@@ -27,6 +28,7 @@ _DENSE: dict[str, Any] = {
 }
 
 
+@settings_called({**WITHOUT_RECIPE, "data_path": "--text", "model_name_or_path": "MODEL", "text_field": ""})
 def main(arguments: Sequence[str]) -> int:
     """Check one model; prints a table.
 

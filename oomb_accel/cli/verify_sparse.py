@@ -27,6 +27,7 @@ from oomb_accel.integrations.sparsity_cost import gradient_costs, layer_attentio
 from oomb_accel.integrations.support import model_facts, sparse_layers
 from oomb_accel.progress import ProgressLine
 from oomb_accel.schedule import ChunkSchedule
+from oomb_accel.setting_text import dtype_name
 
 _MASS_QUERIES = 8192
 """Attention mass is that of so many queries of a document: for all of a longer one its time would grow with the square.
@@ -145,7 +146,7 @@ def _proof(
         dtypes.append(getattr(torch, options.dtype))
     found = {}
     for dtype in dtypes:
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         _say(f"exactness in {name}, on the first {kept} layers")
         model = trained(load(options.model, kept, options.random_weights), options, torch.float64, device)
         settings, short = proof_case(config, documents, as_trained=dtype != torch.float64)

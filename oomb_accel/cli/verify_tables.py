@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from oomb_accel.columns import aligned
 from oomb_accel.integrations.parity import ParityReport
 from oomb_accel.integrations.sparsity_cost import GradientCost, LayerAttention, LossCost
 
@@ -21,11 +22,8 @@ def parity_table(report: ParityReport, *, show_all: bool) -> str:
     first, gradients = list(report.rows[:3]), sorted(report.rows[3:], key=lambda row: row.error, reverse=True)
     shown = first + (gradients if show_all else gradients[:10])
     shown += [row for row in gradients if not row.passed and row not in shown]
-    width = max(len(row.name) for row in shown)
-    lines = [f"{'compared':<{width}}  {'error':>9}  {'limit':>9}"]
-    lines += [
-        f"{row.name:<{width}}  {row.error:9.2e}  {row.limit:9.2e}  {'ok' if row.passed else 'FAILED'}" for row in shown
-    ]
+    cells = [(r.name, f"{r.error:.2e}", f"{r.limit:.2e}", "ok" if r.passed else "FAILED") for r in shown]
+    lines = [aligned([("compared", "error", "limit", ""), *cells], left=(0, 3))]
     hidden = len(report.rows) - len(shown)
     if hidden:
         lines.append(f"... and {hidden} more gradients with smaller errors, all ok (--all shows them)")
@@ -36,25 +34,24 @@ def parity_table(report: ParityReport, *, show_all: bool) -> str:
 
 def loss_table(costs: Sequence[LossCost]) -> str:
     """Losses by position; the last line is over all tokens."""
-    lines = [f"{'position':<21}{'tokens':>9}{'dense':>11}{'sparse':>11}{'difference':>13}{'std. error':>12}"]
+    rows = [["position", "tokens", "dense", "sparse", "difference", "std. error"]]
     for cost in costs:
         where = "all" if cost is costs[-1] else f"{cost.first:,} to {cost.end:,}"
         error = "-" if math.isnan(cost.standard_error) else f"{cost.standard_error:.6f}"
-        lines.append(
-            f"{where:<21}{cost.num_tokens:>9,}{cost.dense:>11.6f}{cost.sparse:>11.6f}{cost.difference:>+13.6f}{error:>12}"
-        )
-    return "\n".join(lines)
+        figures = (f"{cost.dense:.6f}", f"{cost.sparse:.6f}", f"{cost.difference:+.6f}")
+        rows.append([where, f"{cost.num_tokens:,}", *figures, error])
+    return aligned(rows)
 
 
 def layer_table(
     gradients: dict[int | None, GradientCost], attention: Sequence[LayerAttention], mass: dict[int, float]
 ) -> str:
     """What each layer attended to, and how its gradient differs."""
-    heads = ("attended", "pages/list", "distinct", "mass", "cosine", "rel. error")
-    lines = [f"{'layer':<8}" + "".join(f"{head:>12}" for head in heads)]
+    rows = [["layer", "attended", "pages/list", "distinct", "mass", "cosine", "rel. error"]]
     for layer, seen in enumerate(attention):
         cost = gradients.get(layer, GradientCost(math.nan, math.nan))
         cells = [
+            str(layer),
             f"{seen.attended:.1%}",
             _number(seen.pages_per_list, ".1f"),
             _number(seen.distinct_pages, ".1%"),
@@ -62,10 +59,10 @@ def layer_table(
             _number(cost.cosine, ".6f"),
             _number(cost.relative_error, ".2e"),
         ]
-        lines.append(f"{layer:<8}" + "".join(f"{cell:>12}" for cell in cells))
+        rows.append(cells)
     whole = gradients[None]
-    lines.append(f"{'all':<8}{'':>48}{_number(whole.cosine, '.6f'):>12}{_number(whole.relative_error, '.2e'):>12}")
-    return "\n".join(lines)
+    rows.append(["all", "", "", "", "", _number(whole.cosine, ".6f"), _number(whole.relative_error, ".2e")])
+    return aligned(rows)
 
 
 def cost_rows(

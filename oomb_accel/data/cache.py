@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from oomb_accel.data.store import is_whole
+from oomb_accel.sources import CACHE_VARIABLE
+from oomb_accel.spelling import called
 
 WAIT_S = 2 * 3600.0
 """Longest wait for another process that builds the same."""
@@ -75,7 +77,8 @@ def _wait(lock: int, final: Path, wait_s: float) -> bool:
             raise RuntimeError(
                 "Another process has been tokenising the same data for too long.\n"
                 f"  Waited {wait_s:.0f} s for {str(final)!r}.\n"
-                "  Run `oomb data RECIPE.yaml` once before training, or set data_cache to a folder of its own."
+                "  Run `oomb data RECIPE.yaml` once before training, or set "
+                f"{called('data_cache')} to a folder of its own."
             )
         time.sleep(0.2)
 
@@ -99,7 +102,8 @@ def _says_where(root: Path) -> Iterator[None]:
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "is full" if full else "cannot be written"
+        places = " or ".join(dict.fromkeys([called("data_cache"), CACHE_VARIABLE]))
         raise ValueError(
             f"The cache of token ids {what}.\n  {error} (in {str(root)!r}).\n"
-            "  Set data_cache in the recipe, or OOMB_CACHE, to a folder with room, for example OOMB_CACHE=/tmp/oomb."
+            f"  Set {places} to a folder with room, for example {CACHE_VARIABLE}=/tmp/oomb."
         ) from None

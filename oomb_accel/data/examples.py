@@ -13,6 +13,7 @@ from oomb_accel.data.documents import IGNORED
 from oomb_accel.data.rows import ROW_EXAMPLE, Row
 from oomb_accel.data.settings import DataSettings, TrainOn
 from oomb_accel.data.store import Ids, Range
+from oomb_accel.spelling import called
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,10 @@ def row_example(name: str, row: Row, settings: DataSettings, tokenizer: Any, not
     if settings.text_field in row:
         text = _text(name, row, settings.text_field)
         return text_example(name, lambda: iter([text]), settings.train_on)
+    field = called("text_field")
     raise ValueError(
         f"{name} has no field to train on.\n  Got {', '.join(map(repr, row)) or 'an empty object'}.\n"
-        f"  Use rows like {ROW_EXAMPLE}, or set text_field."
+        f"  Use rows like {ROW_EXAMPLE}{f', or set {field}' if field else ''}."
     )
 
 
@@ -137,7 +139,7 @@ def _ready(name: str, row: Row) -> Ready:
         raise ValueError(
             f"{name}: labels and input_ids differ in length.\n"
             f"  Got {len(labels)} labels for {len(ids)} ids.\n"
-            "  Give one label per token, not shifted; -100 where a token is no target."
+            f"  Give one label per token, not shifted; {IGNORED} where a token is no target."
         )
     if min(ids) < 0 or max(ids) >= 1 << 32:
         raise ValueError(
@@ -149,7 +151,7 @@ def _ready(name: str, row: Row) -> Ready:
         wrong_label = min(labels) if min(labels) < IGNORED else max(labels)
         raise ValueError(
             f"{name}: labels holds a number that is no label.\n  Got {wrong_label}; a label is an id, or {IGNORED}.\n"
-            "  Give each token's own id, not shifted, or -100 where it is no target."
+            f"  Give each token's own id, not shifted, or {IGNORED} where it is no target."
         )
     array = np.array(ids, np.int64)
     wanted = np.array(ids if labels is None else labels, np.int64)
@@ -159,7 +161,7 @@ def _ready(name: str, row: Row) -> Ready:
         raise ValueError(
             f"{name}: labels do not repeat input_ids.\n"
             f"  Position {at} has label {wanted[at]} and id {ids[at]}.\n"
-            "  Give each token's own id, not shifted, or -100 where it is no target."
+            f"  Give each token's own id, not shifted, or {IGNORED} where it is no target."
         )
     return Ready(array.astype(np.uint32), ranges_of(wanted != IGNORED))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from oomb_accel.data.text import text_chunks, why_skipped
+from oomb_accel.spelling import called
 
 
 @dataclass(slots=True)
@@ -72,7 +73,7 @@ def list_folder(folder: Path, include: Sequence[str] = (), exclude: Sequence[str
         raise ValueError(
             f"The folder {str(folder)!r} holds no text.\n"
             f"  Skipped: {said(listing.skipped) or 'no files'}; hidden ones are not read.\n"
-            "  Set data_path to a folder with UTF-8 text files."
+            f"  Set {called('data_path')} to a folder with UTF-8 text files."
         )
     return listing
 
@@ -111,7 +112,7 @@ def _visible_files(folder: Path) -> list[str]:
     def refuse(error: OSError) -> None:
         raise ValueError(
             f"The folder {error.filename!r} cannot be read.\n  {error.strerror}.\n"
-            "  Make it readable, or set data_path to the folders in it that are."
+            f"  Make it readable, or set {called('data_path')} to the folders in it that are."
         )
 
     for root, folders, files in os.walk(folder, onerror=refuse):

@@ -15,6 +15,7 @@ from oomb_accel.data.folder import chosen, file_names, folder_chunks, list_folde
 from oomb_accel.data.rows import READERS, Numbered, optional, read_rows
 from oomb_accel.data.settings import DataSettings
 from oomb_accel.data.text import text_chunks, why_skipped
+from oomb_accel.spelling import called
 
 HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?")
 _BESIDE_TABLES = {"readme", "license", "licence", "dataset_infos"}
@@ -67,7 +68,7 @@ def _sources_of(name: str, settings: DataSettings) -> list[Source]:
 def _nothing(name: str, said: str = "") -> ValueError:
     return ValueError(
         f"There is no data at {name!r}.\n  Looked in {os.getcwd()}{said}.\n"
-        "  Give a text file, a .jsonl file, a folder or a hub dataset (owner/name) as data_path (oomb verify: --text)."
+        f"  Set {called('data_path')} to a text file, a .jsonl file, a folder or a hub dataset (owner/name)."
     )
 
 
@@ -120,10 +121,11 @@ def _files(folder: Path, names: list[str], rule: str) -> list[Source]:
         else:
             skipped[str(reason)] += 1
     if not sources:
+        globs = ", and check data_include and data_exclude" if called("data_include") else ""
         raise ValueError(
             f"The folder {str(folder)!r} holds no files to read.\n"
             f"  Skipped: {said(skipped) or 'no files'}; hidden ones are not read.\n"
-            "  Set data_path to a folder with files, and check data_include and data_exclude."
+            f"  Set {called('data_path')} to a folder with files{globs}."
         )
     left_out = f"; skipped {skipped.total()} ({said(skipped)})" if skipped else ""
     note = f"{folder}: {len(sources)} {'file' if len(sources) == 1 else 'files'}, each by itself{left_out}" + (
@@ -171,10 +173,10 @@ def _hub(name: str, config: str | None, settings: DataSettings) -> Source:
 def _dataset(label: str, found: Any, settings: DataSettings) -> Source:
     if isinstance(found, dict):
         if settings.split not in found:
-            raise ValueError(
-                f"{label!r} has no split {settings.split!r}.\n  It has {', '.join(found)}.\n"
-                f"  Set data_split: {next(iter(found), 'train')}."
-            )
+            first = next(iter(found), "train")
+            split = called("data_split")
+            remedy = f"Set {split}: {first}" if split else f"Save what you want of it as a .jsonl file: {first}, say"
+            raise ValueError(f"{label!r} has no split {settings.split!r}.\n  It has {', '.join(found)}.\n  {remedy}.")
         found = found[settings.split]
 
     def rows() -> Iterator[Numbered]:

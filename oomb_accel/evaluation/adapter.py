@@ -8,30 +8,9 @@ from typing import Any
 from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from transformers import PreTrainedModel
 
-from oomb_accel.integrations.saving import CONFIG, WEIGHTS, check_adapter
-from oomb_accel.reading import Unreadable, file_text, json_object, yaml_value
+from oomb_accel.integrations.saving import check_adapter, read_config
+from oomb_accel.reading import Unreadable, file_text, yaml_value
 from oomb_accel.training.folder import RECIPE
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The settings of a saved adapter.
-
-    Raises:
-        ValueError: there is none, or it cannot be read.
-    """
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            found = ", ".join(sorted(item.name for item in folder.iterdir())[:5]) if folder.is_dir() else "no folder"
-            raise ValueError(
-                f"{str(folder)!r} holds no adapter: {name} is missing.\n  Found: {found or 'nothing'}.\n"
-                "  Give the output_dir of a run with lora_r above 0, or one of its checkpoints."
-            )
-    try:
-        return json_object(folder / CONFIG)
-    except Unreadable as error:
-        raise ValueError(
-            f"{str(folder / CONFIG)!r} is not a config of PEFT.\n  {error}\n  Save the adapter again, or copy it anew."
-        ) from None
 
 
 def rope_of_run(folder: Path) -> dict[str, Any] | None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from oomb_accel.data.documents import IGNORED
+
 _FIRST = """
 amber azure brisk calm cedar cobalt coral crisp dusty eager early faint fallow frosty gentle golden hazel hidden
 hollow humble icy ivory jade keen lilac lively lunar maple mellow misty noble olive opal pale polar proud quiet
@@ -137,7 +139,7 @@ def ask(facts: Sequence[Fact], order: Sequence[int]) -> tuple[list[int], list[tu
 def training_row(planted: Planted, order: Sequence[int]) -> dict[str, list[int]]:
     """A document with questions at its end, whose answers alone are targets, as a row that ``oomb train`` reads."""
     ids, places = ask(planted.facts, order)
-    labels = [-100] * (len(planted.ids) + len(ids))
+    labels = [IGNORED] * (len(planted.ids) + len(ids))
     for first, end in places:
         labels[len(planted.ids) + first : len(planted.ids) + end] = ids[first:end]
     return {"input_ids": planted.ids + ids, "labels": labels}

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from oomb_accel.columns import aligned
 from oomb_accel.evaluation.context import ContextLoss
 from oomb_accel.evaluation.facts import Answer
 from oomb_accel.evaluation.position import PositionLoss
 from oomb_accel.evaluation.windows import WHOLE
 
 NOT_IN_CONTEXT = "*"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as columns, the first one to the left, all others to the right."""
-    widths = [max(len(cells[column]) for cells in rows) for column in range(len(rows[0]))]
-    lines = []
-    for cells in rows:
-        first, *others = (f"{cell:{'<' if column == 0 else '>'}{widths[column]}}" for column, cell in enumerate(cells))
-        lines.append("  ".join([first, *others]).rstrip())
-    return "\n".join(lines)
 
 
 def context_table(rows: Sequence[ContextLoss]) -> str:

@@ -23,7 +23,7 @@ from oomb_accel.integrations.support import ModelFacts, checkpointed_modules, sp
 from oomb_accel.keep import ActivationMeter
 from oomb_accel.offload import Offload
 from oomb_accel.pages import PageShape, PassNeeds
-from oomb_accel.plan import Choice
+from oomb_accel.plan import Choice, ModelShape, read_shape
 from oomb_accel.progress import ChunkEvent
 from oomb_accel.recurrence import RecurrenceSettings
 from oomb_accel.selection import OnSelection, PageSelector, SelectionSettings
@@ -244,6 +244,14 @@ class Attachment:
         config = self.config
         blocks = -(-self.chunk_tokens // config.q_block)
         return 4 * num_chunks * len(self.sparse_layers) * self.facts.num_kv_heads * blocks * config.top_k
+
+    def model_shape(self) -> ModelShape:
+        """The sizes of the model, for what is counted and planned.
+
+        Raises:
+            ValueError: its config does not say how large it is.
+        """
+        return replace(read_shape(self.base.config), windows=self.facts.windows)
 
     def page_shape(self, *, sparse: bool = False) -> PageShape:
         """What pages are like.

@@ -20,7 +20,7 @@ from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.banner import say
 from oomb_accel.integrations.support import compute_dtype, gathered_bytes, whole_numel
 from oomb_accel.keep import free_bytes
-from oomb_accel.plan import Choice, Found, Job, ModelShape, choose, read_shape, settings_of
+from oomb_accel.plan import Choice, Found, Job, ModelShape, choose, settings_of
 from oomb_accel.plan.gpus import H200
 from oomb_accel.plan.sizes import DTYPE_BYTES, GIB
 
@@ -89,14 +89,13 @@ def _job(state: Attachment, tokens: int, device: torch.device) -> Job:
 
 def _shape(state: Attachment) -> ModelShape:
     try:
-        shape = read_shape(state.base.config)
+        return state.model_shape()
     except ValueError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f'"auto" cannot be chosen for this model.\n  {reason}\n'
             "  Set chunk_tokens=8192 and page_grad_dtype='float32' (the defaults), or other values."
         ) from None
-    return replace(shape, windows=state.facts.windows)
 
 
 def _found(state: Attachment, device: torch.device) -> Found:

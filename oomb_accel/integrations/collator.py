@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomb_accel.integrations.stream import IGNORED, find_documents
+from oomb_accel.data.documents import IGNORED
+from oomb_accel.integrations.stream import find_documents
 
 
 class TargetsOnly:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oomb_accel.config import OombConfig
+from oomb_accel.data.documents import IGNORED
 from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.integrations.rope import forget_length
 from oomb_accel.integrations.support import base_model_of
@@ -233,7 +234,7 @@ def padded_batch(documents: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     ids_BL = torch.stack([nn.functional.pad(ids, (0, longest - len(ids))) for ids in documents])
     lengths = torch.tensor([len(ids) for ids in documents], device=ids_BL.device)
     mask_BL = torch.arange(longest, device=ids_BL.device)[None] < lengths[:, None]
-    return ids_BL, mask_BL, ids_BL.masked_fill(~mask_BL, -100)
+    return ids_BL, mask_BL, ids_BL.masked_fill(~mask_BL, IGNORED)
 
 
 def parameter_gradients(model: nn.Module) -> dict[str, Tensor]:

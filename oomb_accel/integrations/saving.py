@@ -60,6 +60,28 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         )
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The settings of a saved adapter, whose weights lie beside them.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            found = ", ".join(sorted(item.name for item in folder.iterdir())[:5]) if folder.is_dir() else "no folder"
+            raise ValueError(
+                f"{str(folder)!r} holds no adapter: {name} is missing.\n  Found: {found or 'nothing'}.\n"
+                "  Give the output_dir of a run with LoRA, or one of its checkpoints that is complete."
+            )
+    try:
+        return json_object(folder / CONFIG)
+    except Unreadable as error:
+        raise ValueError(
+            f"{str(folder / CONFIG)!r} is not a config of PEFT.\n  {error}\n"
+            "  Copy it again, or take another checkpoint."
+        ) from None
+
+
 def check_adapter(folder: str | os.PathLike[str], model: nn.Module) -> None:
     """Refuse a saved adapter that was made for another model or with other adapter settings.
 
@@ -72,19 +94,7 @@ def check_adapter(folder: str | os.PathLike[str], model: nn.Module) -> None:
     """
     inner = _adapted(model)
     path = Path(folder)
-    for name in (CONFIG, WEIGHTS):
-        if not (path / name).is_file():
-            found = ", ".join(sorted(item.name for item in path.iterdir())[:5]) if path.is_dir() else "no such folder"
-            raise ValueError(
-                f"{str(folder)!r} holds no adapter: {name} is missing.\n  Found: {found}.\n"
-                "  Give the folder of a complete checkpoint."
-            )
-    try:
-        saved = json_object(path / CONFIG)
-    except Unreadable as error:
-        raise ValueError(
-            f"{str(path / CONFIG)!r} is not a config of PEFT.\n  {error}\n  Copy it again, or take another checkpoint."
-        ) from None
+    saved = read_config(path)
     ours = json.loads(json.dumps(inner.peft_config[inner.active_adapter].to_dict(), default=_plain))
     for name in _MUST_AGREE:
         if name == "rank_pattern" and ours.get("peft_type") == "ADALORA":

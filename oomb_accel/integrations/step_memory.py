@@ -18,6 +18,7 @@ from oomb_accel.plan import PageLayout, least_host_bytes, page_demand
 from oomb_accel.plan.sizes import output_bytes
 from oomb_accel.progress import GIB
 from oomb_accel.schedule import ChunkSchedule
+from oomb_accel.setting_text import dtype_name
 from oomb_kernels import backward_workspace_bytes
 
 
@@ -76,15 +77,29 @@ def _living_host_bytes(
 ) -> int:
     """Host memory for what exists at one moment, with lists at random: gradients of selected pages come into being one
     by one."""
+    values, gradients = rooms.all_bytes["values"], rooms.all_bytes["gradients"]
+    if rooms.values is not None:
+        values = shape.slot_bytes(shape.value_dtype(dtype)) * sum(rooms.values.quotas)
+    if rooms.gradients is not None:
+        gradients = shape.slot_bytes(shape.grad_dtype) * sum(rooms.gradients.quotas)
+    return least_host_bytes(page_demand(_layout(state, shape, dtype), schedule), values, gradients)
+
+
+def _layout(state: Attachment, shape: PageShape, dtype: torch.dtype) -> PageLayout:
+    """The pages as the planner sees them.
+
+    Args:
+        dtype: that attention computes in.
+    """
     config = state.config
-    layout = PageLayout(
+    return PageLayout(
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         windows=shape.windows,
         sparse_layers=shape.sparse_layers,
-        value_dtype=config.page_dtype if shape.float8 else _name(dtype),
-        grad_dtype=_name(shape.grad_dtype),
-        compute_dtype=_name(dtype),
+        value_dtype=config.page_dtype if shape.float8 else dtype_name(dtype),
+        grad_dtype=dtype_name(shape.grad_dtype),
+        compute_dtype=dtype_name(dtype),
         page_tokens=shape.page_tokens,
         span_tokens=config.span_tokens,
         top_k=config.top_k,
@@ -93,16 +108,6 @@ def _living_host_bytes(
         recent_pages=config.recent_pages,
         page_budget=config.page_budget,
     )
-    values, gradients = rooms.all_bytes["values"], rooms.all_bytes["gradients"]
-    if rooms.values is not None:
-        values = shape.slot_bytes(shape.value_dtype(dtype)) * sum(rooms.values.quotas)
-    if rooms.gradients is not None:
-        gradients = shape.slot_bytes(shape.grad_dtype) * sum(rooms.gradients.quotas)
-    return least_host_bytes(page_demand(layout, schedule), values, gradients)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _page_bytes(
@@ -165,8 +170,8 @@ def _other_bytes(state: Attachment, schedule: ChunkSchedule, dtype: torch.dtype)
 def _sparse_workspace(state: Attachment, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
     """Bytes that the backward of selected pages works in; 0 where no chunk selects."""
     config, facts = state.config, state.facts
-    always = config.sink_pages + config.recent_pages
-    selecting = [c.num_tokens for c in schedule.chunks if len(c.past_pages) > always + config.top_k]
+    layout = _layout(state, state.page_shape(sparse=True), state.base.dtype)
+    selecting = [chunk.num_tokens for chunk in schedule.chunks if layout.selects(len(chunk.past_pages))]
     if not selecting or not state.sparse_layers or not torch.is_grad_enabled():
         return 0
     return backward_workspace_bytes(

@@ -5,16 +5,15 @@ Nothing here waits for the device: what is not there yet is left out. docs/metri
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from oomb_accel.integrations.attachment import Attachment, attachment_of
-from oomb_accel.integrations.support import compute_dtype
+from oomb_accel.integrations.support import compute_dtype, whole_numel
 from oomb_accel.memory_report import MemoryReport
-from oomb_accel.plan import gpu_of_device, read_shape
+from oomb_accel.plan import gpu_of_device
 from oomb_accel.plan.flops import ModelFlops, SparseReach
 from oomb_accel.progress import GIB
 from oomb_accel.selection_tally import SelectionTally
@@ -101,7 +100,7 @@ def peak_flops(state: Attachment) -> float | None:
 def flops_of_attachment(state: Attachment) -> ModelFlops | None:
     """What the model's arithmetic is counted by; None where its config does not say how large it is."""
     try:
-        shape = replace(read_shape(state.base.config), windows=state.facts.windows)
+        shape = state.model_shape()
     except ValueError:
         return None
     trained = {name: p for name, p in state.model.named_parameters() if p.requires_grad}
@@ -117,7 +116,7 @@ def flops_of_attachment(state: Attachment) -> ModelFlops | None:
     )
     return ModelFlops(
         shape=shape,
-        adapters=sum(_size(trained[name]) for name in adapters),
+        adapters=sum(whole_numel(trained[name]) for name in adapters),
         layers_trained=any(
             p.dim() > 1 and id(p) not in heads for name, p in trained.items() if name not in adapters
         ),  # of norms and biases alone there is nothing to count
@@ -130,7 +129,3 @@ def _heads(base: Any) -> list[nn.Module]:
     """The output layer and the embedding."""
     found = (base.get_output_embeddings(), base.get_input_embeddings())
     return [module for module in found if isinstance(module, nn.Module)]
-
-
-def _size(parameter: Any) -> int:
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape)).numel()

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from oomb_accel.data.documents import IGNORED
 from oomb_accel.pages import PageRooms
 from oomb_accel.schedule import ChunkSchedule
 
-IGNORED = -100
 Ints = npt.NDArray[np.int64]
 
 

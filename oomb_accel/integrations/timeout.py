@@ -17,7 +17,7 @@ from torch import nn
 
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations.rope import trained_tokens
-from oomb_accel.integrations.support import base_model_of, model_facts
+from oomb_accel.integrations.support import base_model_of, model_facts, whole_numel
 
 logger = logging.getLogger("oomb_accel")
 
@@ -39,7 +39,7 @@ def step_minutes(model: nn.Module, *, document_tokens: int | None = None, micro_
     base = base_model_of(model)
     facts = model_facts(base)
     tokens = document_tokens or trained_tokens(base.config.get_text_config())
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())  # ZeRO 3 leaves empty shells
+    parameters = sum(map(whole_numel, model.parameters()))
     linear = 2 * parameters * tokens * _LINEAR_PASSES
     seen = sum(tokens / 2 if window is None else min(window, tokens / 2) for window in facts.windows)
     attention = 4 * seen * tokens * facts.num_heads * facts.head_dim * _ATTENTION_PASSES

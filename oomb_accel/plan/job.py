@@ -118,6 +118,19 @@ class Job:
         )
 
 
+def dtypes_of(
+    torch_dtype: str, *, lora_r: int, zero_stage: int | None, mixed_precision: str = "auto"
+) -> dict[str, Any]:
+    """What the settings of a recipe decide about the dtypes of a `Job`, by the names of its fields. All weights are
+    trained in fp32 unless something else is said; DeepSpeed keeps an fp32 copy of bf16 weights of its own."""
+    wide = torch_dtype == "float32" or (torch_dtype == "auto" and lora_r == 0)
+    casts = mixed_precision != "no"
+    return {
+        "weights_dtype": "float32" if wide and (zero_stage is None or not casts) else "bfloat16",
+        "compute_dtype": "float32" if wide and not casts else "bfloat16",
+    }
+
+
 def settings_of(config: OombConfig) -> dict[str, Any]:
     """What settings decide about a `Job`, by the names of its fields. Where they are "auto", chunks and storage are the
     default ones: `choose` chooses among others."""

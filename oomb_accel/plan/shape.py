@@ -108,11 +108,12 @@ def _check_numbers(fields: Mapping[str, Any], name: str) -> None:
             )
 
 
-def shape_of(fields: Mapping[str, Any], name: str) -> ModelShape:
+def shape_of(fields: Mapping[str, Any], name: str, rope_parameters: Mapping[str, Any] | None = None) -> ModelShape:
     """Read the sizes from the fields of a config.json, or of a config object as a mapping.
 
     Args:
         name: for messages and reports.
+        rope_parameters: over those of the config.
 
     Raises:
         ValueError: sizes are missing.
@@ -147,7 +148,7 @@ def shape_of(fields: Mapping[str, Any], name: str) -> ModelShape:
         num_experts=experts,
         experts_per_token=int(fields.get("num_experts_per_tok") or 0) if experts else 0,
         biased=model_type in _ALWAYS_BIASED or bool(fields.get("attention_bias")),
-        trained_tokens=_trained_tokens(fields),
+        trained_tokens=_trained_tokens(fields, rope_parameters or {}),
     )
 
 
@@ -174,9 +175,9 @@ def _windows(fields: Mapping[str, Any], model_type: str, layers: int) -> tuple[i
     return (int(window),) * layers
 
 
-def _trained_tokens(fields: Mapping[str, Any]) -> int | None:
+def _trained_tokens(fields: Mapping[str, Any], override: Mapping[str, Any]) -> int | None:
     positions = fields.get("max_position_embeddings")
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    rope = {**(fields.get("rope_parameters") or fields.get("rope_scaling") or {}), **override}
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
     if positions and factor and original:
         return max(int(positions), int(factor * original))

@@ -13,21 +13,28 @@ from oomb_accel.plan.known import KNOWN, known_name
 from oomb_accel.plan.shape import ModelShape, shape_of
 
 
-def read_shape(source: Any) -> ModelShape:
+def read_shape(source: Any, rope_parameters: Mapping[str, Any] | None = None) -> ModelShape:
     """The sizes of a model.
 
     Args:
         source: a config.json, a folder with one, a hub id, the name of a known model, a mapping with the fields of a
             config, or a config object of transformers. A hub id is looked for in the cache of this machine first, then
             among the known models, then on the hub.
+        rope_parameters: over those of its config.
 
     Raises:
         ValueError: there is no such model, or its config does not say how large it is.
     """
-    if isinstance(source, Mapping):
-        return shape_of(source, str(source.get("_name_or_path") or source.get("model_type") or "this model"))
+    fields, name = _fields_of(source)
+    return shape_of(fields, name, rope_parameters)
+
+
+def _fields_of(source: Any) -> tuple[Mapping[str, Any], str]:
+    """The fields of a model's config, and what it is called."""
     if hasattr(source, "to_dict"):
-        return read_shape(source.to_dict())
+        source = source.to_dict()
+    if isinstance(source, Mapping):
+        return source, str(source.get("_name_or_path") or source.get("model_type") or "this model")
     name = str(source)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -37,7 +44,7 @@ def read_shape(source: Any) -> ModelShape:
                 f"{name} is no model folder.\n  It has no config.json.\n  Pass a model's folder or hub id."
             )
     if path.is_file():
-        return shape_of(_fields(path), name)
+        return _fields(path), name
     if path.suffix == ".json" or name.startswith((".", "/", "~")):
         raise ValueError(
             f"There is no file {name}.\n  Looked in {os.getcwd()}.\n"
@@ -45,10 +52,10 @@ def read_shape(source: Any) -> ModelShape:
         )
     cached = _cached(name)
     if cached is not None:
-        return shape_of(_fields(cached), name)
+        return _fields(cached), name
     if known_name(name) in KNOWN:
-        return shape_of(KNOWN[known_name(name)], name)
-    return shape_of(_fields(_from_hub(name)), name)
+        return KNOWN[known_name(name)], name
+    return _fields(_from_hub(name)), name
 
 
 def _fields(path: Path) -> dict[str, Any]:

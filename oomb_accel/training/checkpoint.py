@@ -33,17 +33,13 @@ TRAINED = "trained.safetensors"
 """Trained weights without DeepSpeed, which writes its own files. Frozen weights are not saved: they are loaded anew."""
 _BROKEN = (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, UnpicklingError, SafetensorError)
 """What readers of safetensors and of torch raise on bytes that are none of theirs."""
-FREE_SETTINGS = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit"} | {
-    "logging_steps",
-    "report_to",
-    "run_name",
-    "logging_dir",
-    "eval_last_tokens",
-    "data_path",
-    "data_cache",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-}
+FREE_SETTINGS = frozenset(
+    (
+        *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit"),
+        *("logging_steps", "report_to", "run_name", "logging_dir", "eval_last_tokens", "data_path", "data_cache"),
+        *("per_device_train_batch_size", "gradient_accumulation_steps"),
+    )
+)
 """Settings that a run may change when it goes on, without a word: they do not change its numbers, or are checked by
 what they lead to."""
 

@@ -21,6 +21,7 @@ from oomb_accel.plan import (
     Job,
     Suggestion,
     choose,
+    dtypes_of,
     estimate,
     gpu_named,
     gpu_of_device,
@@ -217,14 +218,16 @@ def find_machine(gpu: str | None, num_gpus: int, plugin: DeepSpeedPlugin | None,
 
 def _job(recipe: Recipe, config: Any, machine: Machine) -> Job:
     """One step on a document whose length is still to be said."""
-    casts = machine.precision != "no"
-    wide = recipe.torch_dtype == "float32" or (recipe.torch_dtype == "auto" and recipe.lora_r == 0)
     return Job(
         model=replace(read_shape(config), name=recipe.model_name_or_path),
         tokens=recipe.oomb.page_tokens,
         lora_r=recipe.lora_r,
-        weights_dtype="float32" if wide and (machine.zero_stage is None or not casts) else "bfloat16",
-        compute_dtype="float32" if wide and not casts else "bfloat16",
+        **dtypes_of(
+            recipe.torch_dtype,
+            lora_r=recipe.lora_r,
+            zero_stage=machine.zero_stage,
+            mixed_precision=machine.precision,
+        ),
         **settings_of(recipe.oomb),
         gpu=machine.gpu,
         num_gpus=machine.num_gpus,

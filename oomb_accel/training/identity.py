@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
+from oomb_accel.integrations.support import whole_numel
 from oomb_accel.training.data import Document
 from oomb_accel.training.recipe import Recipe
 
@@ -43,7 +44,7 @@ class Identity:
 def model_digest(model: nn.Module) -> str:
     """Digest of a model that was just loaded: names, shapes, and the values of its smallest parameters (norms and
     biases, which fine-tuning changes too) and of its smallest matrix. The same for any number of ranks."""
-    parameters = sorted(model.named_parameters(), key=lambda item: (_size(item[1]), item[0]))
+    parameters = sorted(model.named_parameters(), key=lambda item: (whole_numel(item[1]), item[0]))
     matrices = (item for item in parameters if len(_shape(item[1])) > 1)
     sampled = dict([*parameters[:SAMPLED_PARAMETERS], *itertools.islice(matrices, 1)])
     digest = hashlib.sha256(_layout(parameters))
@@ -110,7 +111,3 @@ def _layout(parameters: Iterable[tuple[str, nn.Parameter]]) -> bytes:
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _size(parameter: nn.Parameter) -> int:
-    return torch.Size(_shape(parameter)).numel()

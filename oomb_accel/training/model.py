@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from oomb_accel.reading import Unreadable, indented, json_object, shown
+from oomb_accel.spelling import called
 from oomb_accel.training.recipe import Recipe
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -228,7 +229,7 @@ def load_error(name: str, reason: object) -> ValueError:
     """The error for a model that cannot be loaded."""
     return ValueError(
         f"The model {shown(name)} cannot be loaded.\n  {indented(reason)}\n"
-        "  Set model_name_or_path to a folder with config.json and weights as .safetensors, "
+        f"  Set {called('model_name_or_path')} to a folder with config.json and weights as .safetensors, "
         "or to a hub id that is reachable from here."
     )
 
@@ -252,11 +253,13 @@ def _says_what_is_wrong(name: str, *, of_tokenizer: bool = False) -> Iterator[No
         raise
     except _OF_FILES as error:
         if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"{shown(name)} comes with Python code that would have to run here.\n"
-                "  No code of a model or tokenizer runs unless the recipe says so.\n"
-                "  Read that code, and if you trust it set trust_remote_code: true; or use a model without any."
-            ) from error
+            rule = "No code of a model or tokenizer runs in this command.\n  Use a model without any"
+            if switch := called("trust_remote_code"):
+                rule = (
+                    "No code of a model or tokenizer runs unless the recipe says so.\n"
+                    f"  Read that code, and if you trust it set {switch}: true; or use a model without any"
+                )
+            raise ValueError(f"{shown(name)} comes with Python code that would have to run here.\n  {rule}.") from error
         if of_tokenizer and Path(name).is_dir():
             raise ValueError(
                 f"The tokenizer of {shown(name)} cannot be loaded.\n  {indented(error)}\n"
@@ -274,7 +277,7 @@ def check_folder(name: str) -> None:
         state = "has no config.json" if path.is_dir() else "is not a folder"
         raise ValueError(
             f"The model {name!r} cannot be loaded.\n  {path.absolute()} {state}.\n"
-            "  Set model_name_or_path to a model folder or a hub id; "
+            f"  Set {called('model_name_or_path')} to a model folder or a hub id; "
             "launch/prepare_demo.py makes a small model."
         )
     if looks_local:

@@ -6,6 +6,7 @@ import os
 from typing import TypeVar
 
 from oomb_accel.reading import shown
+from oomb_accel.spelling import called
 
 MOST_BYTES = 255
 """Of one name, on the usual file systems."""
@@ -31,8 +32,8 @@ def _checked(name: str, value: str) -> str:
     problem = _problem(value)
     if problem is not None:
         raise ValueError(
-            f"{name} can be no name of a file.\n  Got {shown(value)}: {problem}.\n"
-            f"  Set {name} to a path of ordinary characters."
+            f"{called(name)} can be no name of a file.\n  Got {shown(value)}: {problem}.\n"
+            f"  Set {called(name)} to a path of ordinary characters."
         )
     return os.path.expanduser(value)
 

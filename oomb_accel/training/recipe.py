@@ -11,6 +11,7 @@ from typing import Any, Literal
 from oomb_accel.config import OombConfig
 from oomb_accel.reading import shown
 from oomb_accel.sources import Source
+from oomb_accel.spelling import called
 from oomb_accel.training.paths import checked_path
 from oomb_accel.training.settings import Setting, check_value, read_settings
 
@@ -185,6 +186,8 @@ class Recipe:
         for name, setting in hints().items():
             setattr(self, name, check_value(name, getattr(self, name), setting))
         for name, example in _REQUIRED.items():
+            if not getattr(self, name) and called(name) != name:
+                raise ValueError(f"{called(name)} is empty.\n  Got {getattr(self, name)!r}.\n  Example: {example}")
             if not getattr(self, name):
                 raise ValueError(
                     f"The recipe lacks {name}.\n  Got none, or an empty one.\n"

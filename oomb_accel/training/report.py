@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 import oomb_accel
+from oomb_accel.integrations.support import whole_numel
 from oomb_accel.progress import GIB
-from oomb_accel.training.launch import strategy
+from oomb_accel.training.launch import strategy, zero_stage
 from oomb_accel.training.run import Run
 
 
@@ -43,6 +44,9 @@ def header(run: Run) -> str:
         f"steps: {run.num_steps} of {run.recipe.per_device_train_batch_size} x "
         f"{run.recipe.gradient_accumulation_steps} documents on {ranks} device(s)",
     ]
+    in_bf16 = next(model.parameters()).dtype == torch.bfloat16 and zero_stage(run.accelerator) is None
+    if in_bf16 and run.accelerator.device.type == "cpu":
+        lines.append("hint: a CPU without bf16 units is very slow at this; torch_dtype: float32 is faster there")
     if ranks > 1:
         lines.append(
             f"ranks: {ranks}, {strategy(run.accelerator)}; documents of like length side by side, "
@@ -111,6 +115,6 @@ def closing(run: Run) -> str:
 
 
 def _off(model: Any) -> str:
-    sizes = [(torch.Size(getattr(p, "ds_shape", p.shape)).numel(), p.requires_grad) for p in model.parameters()]
+    sizes = [(whole_numel(p), p.requires_grad) for p in model.parameters()]
     trained, total = sum(size for size, trains in sizes if trains), sum(size for size, _ in sizes)
     return f"oomb_accel off (oomb.enabled: false), {trained:,} of {total:,} parameters trainable"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import types
 import typing
 from collections.abc import Mapping
@@ -59,6 +62,19 @@ class Setting:
     def spell(self) -> str:
         """The types in words."""
         return " or ".join(_spell(option) for option in self.options)
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """What the docstring under each field of a dataclass says, in one line, by the field's name; fields without one are
+    left out. Read from the source: Python keeps no such docstrings."""
+    (tree,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, text in itertools.pairwise(tree.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            assert isinstance(text.value, ast.Constant)
+            found[field.target.id] = " ".join(str(text.value.value).replace("``", "`").split())
+    return found
 
 
 class _Mismatch(Exception):

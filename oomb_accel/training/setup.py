@@ -18,6 +18,7 @@ from oomb_accel.integrations.step_metrics import StepMetrics
 from oomb_accel.integrations.timeout import set_timeout
 from oomb_accel.progress import ProgressLine
 from oomb_accel.sampler import LengthBalancedSampler
+from oomb_accel.setting_text import dtype_name
 from oomb_accel.sources import Resolved, gather, resolve
 from oomb_accel.training.checkpoint import check_shared, keep_frozen_weights_out, load_checkpoint
 from oomb_accel.training.data import Corpus, load_corpus, within_vocabulary
@@ -129,7 +130,7 @@ def _check_model(model: nn.Module, recipe: Recipe, corpus: Corpus, accelerator: 
         odd = next((p.dtype for p in model.parameters() if p.dtype != torch.float32), None)
         if odd is not None:
             raise ValueError(
-                f"DeepSpeed trains in fp32 here, and the weights are {str(odd).removeprefix('torch.')}.\n"
+                f"DeepSpeed trains in fp32 here, and the weights are {dtype_name(odd)}.\n"
                 "  Got mixed precision no.\n  Set mixed_precision: bf16, or torch_dtype: float32."
             )
 

@@ -74,13 +74,25 @@ def test_settings_table_has_every_setting_with_its_default() -> None:
     assert list(table) == [field.name for field in dataclasses.fields(OombConfig)] and len(rows) == len(table)
 
 
-def test_api_reference_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
+@pytest.mark.parametrize("name", ["api", "recipe"])
+def test_references_are_up_to_date(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(f"make_{name}", ROOT / "docs" / f"make_{name}.py")
     assert spec is not None and spec.loader is not None
-    make_api = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make_api)
-    up_to_date = (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == make_api.page()
-    assert up_to_date, "run python docs/make_api.py"
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    up_to_date = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") == maker.page()
+    assert up_to_date, f"run python docs/make_{name}.py"
+
+
+def test_the_table_of_recipes_has_every_setting() -> None:
+    """With what it does, and a type and default that a reader can type."""
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \| ([^|]+\.) \|$", (ROOT / "docs/recipe.md").read_text(), re.M
+    )
+    assert [name for name, *_ in rows] == [field.name for field in dataclasses.fields(Recipe) if field.init]
+    assert ("lora_r", "a whole number", "`16`") in [row[:3] for row in rows]
+    assert ("data_path", "text or a list of names", "required") in [row[:3] for row in rows]
+    assert ("trust_remote_code", "true or false", "`false`") in [row[:3] for row in rows]
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)

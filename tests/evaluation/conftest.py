@@ -53,7 +53,7 @@ def tokens_of(folder: Path, path: Path) -> list[int]:
 
 def report_of(tmp_path: Path, *arguments: object) -> dict[str, Any]:
     """What ``oomb eval`` writes as JSON."""
-    path = tmp_path / "report.json"
+    path = tmp_path / "made" / "report.json"
     assert main(["eval", *SIZES, *map(str, arguments), "--json", str(path)]) == 0
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report

@@ -28,7 +28,8 @@ def test_tables_plots_and_json(
     pytest.importorskip("matplotlib")
     second = tmp_path / "second.txt"
     second.write_text(text.read_text()[150:])
-    arguments = [model_folder, "--adapter", adapter_folder, "--data", text, second, *QUICK, "--plot", tmp_path]
+    plots = tmp_path / "new" / "plots"
+    arguments = [model_folder, "--adapter", adapter_folder, "--data", text, second, *QUICK, "--plot", plots]
     report = report_of(tmp_path, *arguments)
     captured = capsys.readouterr()
     for word in ("base loss", "adapter loss", "95 % interval", "tokens back", "adapter perplexity"):
@@ -38,7 +39,7 @@ def test_tables_plots_and_json(
     assert captured.out.count("by document") == 2 and str(second) in captured.out
     assert [document["tokens"] for document in report["documents"]] == [420, 420]
     assert report["settings"]["attention"] == "dense" and report["dtype"] == "float32"
-    assert {path.name for path in tmp_path.glob("*.png")} == {
+    assert {path.name for path in plots.glob("*.png")} == {
         f"eval_{part}.png" for part in ("context", "facts", "position")
     }
     again = report_of(tmp_path, *arguments[:-2])
@@ -92,16 +93,28 @@ def places(tmp_path: Path, model_folder: Path, adapter_folder: Path, text: Path)
     with_lora(tiny_model("llama", vocab_size=260, hidden_size=32)).save_pretrained(str(other))
     names = with_lora(tiny_model("phi3", vocab_size=260), target_modules=["qkv_proj"])
     names.save_pretrained(str(tmp_path / "names"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other.jsonl").write_text(json.dumps({"body": "x"}))
     (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [1, 2, 999] * 20}))
     short = save_tiny_model(tmp_path / "short", "llama", max_position_embeddings=256)
     made = {"broken": broken, "other": other, "half": half, "prompt": prompt, "names": tmp_path / "names"}
-    made |= {"M": model_folder, "A": adapter_folder, "T": text, "ids": tmp_path / "ids.jsonl", "short": short}
+    made |= {
+        "T/r.json": text / "r.json",
+        "M": model_folder,
+        "A": adapter_folder,
+        "T": text,
+        "ids": tmp_path / "ids.jsonl",
+        "short": short,
+    }
+    made |= {name: tmp_path / name for name in ("empty", "other.jsonl")}
     return {name: str(path) for name, path in made.items()}
 
 
 ERRORS: list[tuple[str, tuple[str, ...]]] = [
-    ("M --data nowhere.txt", ("There is no data at 'nowhere.txt'",)),
-    ("nowhere/at/all --data T", ("The model 'nowhere/at/all' cannot be loaded",)),
+    ("M --data nowhere.txt", ("There is no data at 'nowhere.txt'", "Set --data to")),
+    ("M --data empty", ("holds no text", "Set --data to")),
+    ("M --data other.jsonl", ("has no field to train on", "or set --text_field")),
+    ("nowhere/at/all --data T", ("The model 'nowhere/at/all' cannot be loaded", "Set MODEL to")),
     (
         "M --data T --parts context --last_tokens 700",
         ("too short", "700 tokens", "--last_tokens 175"),
@@ -128,8 +141,8 @@ ERRORS: list[tuple[str, tuple[str, ...]]] = [
     ("M --data T --adapter other", ("belongs to another model", "shape", "Use the model")),
     ("M --data T --adapter names", ("belongs to another model", "qkv_proj", "that it was trained on")),
     ("M --data T --adapter prompt", ("a kind that is not supported", "PROMPT_TUNING", "Use LoRA")),
-    ("M --data T --json nowhere/r.json", ("The report cannot be written", "Use --json r.json")),
-    ("M --data T --plot nowhere", ("no folder for the plots", "--plot .")),
+    ("M --data T --json T/r.json", ("The report cannot be written", "Not a directory", "Use --json r.json")),
+    ("M --data T --plot T", ("The plots cannot be written", "Not a directory", "--plot .")),
     ("M --data T --top_k 4", ("top_k has no meaning with dense attention",)),
     ("M --data T --attention sparse --q_block 96", ("q_block", "96")),
 ]

@@ -213,7 +213,7 @@ def test_an_adapter_of_another_base_is_refused_even_if_it_fits(tmp_path: Path) -
 
 
 def test_an_incomplete_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"(?s)adapter_config\.json is missing.*no such folder"):
+    with pytest.raises(ValueError, match=r"(?s)adapter_config\.json is missing.*no folder"):
         check_adapter(tmp_path / "nowhere", adapted())
     save_adapter(adapted(), tmp_path)
     (tmp_path / WEIGHTS).unlink()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,3 +143,75 @@ def test_a_page_budget_is_suggested_where_gradients_are_too_many(capsys: pytest.
     code, text = run(capsys, words)
     assert code == 1 and "Set page_budget lower" in text and "page_budget: 128 " in text
     assert run(capsys, f"{words} --page_budget 128")[0] == 0
+
+
+RECIPE = """
+model_name_or_path: Qwen/Qwen2.5-7B-Instruct
+data_path: nowhere.jsonl
+max_length: 65536
+per_device_train_batch_size: 2
+lora_r: 32
+rope_parameters: {rope_type: yarn, factor: 8.0, original_max_position_embeddings: 32768}
+oomb: {chunk_tokens: 4096, attention: sparse, top_k: 16, recent_pages: 8, offload: false, page_grad_dtype: bfloat16}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def test_a_recipe_says_what_options_say(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    options = "--length 131072 --lora_r 32 --chunk_tokens 4096 --attention sparse --top_k 16 --offload false"
+    typed = report(capsys, f"qwen2.5-7b {options} --page_grad_dtype bfloat16")
+    read = report(capsys, recipe)
+    assert read["tokens"] == 131072 and read["chunk_tokens"] == 4096
+    assert read["device_bytes"]["optimizer"] == typed["device_bytes"]["optimizer"]
+    assert read["seconds"]["total"] > typed["seconds"]["total"]  # of recent pages, which are no option
+    Path(recipe).write_text(RECIPE.replace("recent_pages: 8, ", ""))
+    same = report(capsys, recipe)
+    assert same == typed
+    assert "made for 262,144 tokens" in run(capsys, recipe)[1]  # with its RoPE
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--length 32K", "tokens", 32768),
+        ("--max_length 8192", "tokens", 16384),
+        ("--chunk-tokens 2048", "chunk_tokens", 2048),
+        ("--oomb.chunk_tokens=2048", "chunk_tokens", 2048),
+    ],
+)
+def test_options_go_over_a_recipe(
+    capsys: pytest.CaptureFixture[str], recipe: str, words: str, name: str, value: int
+) -> None:
+    assert report(capsys, f"{recipe} {words}")[name] == value
+    assert "LoRA r=8 " in run(capsys, f"{recipe} --lora_r 8 {words}")[1]
+    assert "all weights" in run(capsys, f"{recipe} --full {words}")[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        (("max_length: 65536", ""), "", "Add --length 128K"),
+        (("oomb: {", "oomb: {enabled: false, "), "", "Add --oomb.enabled true"),
+        (("lora_r", "lora_rank"), "", "Did you mean 'lora_r'?"),
+        (("", ""), "--lenght 3", "Unknown key 'lenght'"),
+        (("", ""), "--chunk_tokens 64", "Use --chunk_tokens 128 or more."),
+    ],
+)
+def test_mistakes_in_recipes(
+    capsys: pytest.CaptureFixture[str], recipe: str, change: tuple[str, str], words: str, message: str
+) -> None:
+    Path(recipe).write_text(RECIPE.replace(*change) if change[0] else RECIPE)
+    code, text = run(capsys, f"{recipe} {words}")
+    assert code == 2 and message in text and len(text.strip().splitlines()) == 3, text
+
+
+def test_no_torch_for_a_recipe(recipe: str) -> None:
+    """It takes seconds, which nobody who asks a dozen times should wait."""
+    code = "import sys; from oomb_accel.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, "estimate", recipe], check=False).returncode == 0

@@ -87,6 +87,10 @@ def snapshot(folder: Path) -> Snapshot:
     return {str(path): (stat.st_size, stat.st_mtime_ns if not path.is_dir() else 0) for path, stat in found}
 
 
+RECIPES_ONLY = re.compile(r"\b(model_name_or_path|data_(path|split|include|exclude|cache)|trust_remote_code)\b")
+"""Settings that commands without a recipe do not have, under these names."""
+
+
 def refused(words: list[str], code: int, says: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
     """Run the command line, which must refuse in three parts without a stack trace. Returns the message."""
     capsys.readouterr()
@@ -100,6 +104,8 @@ def refused(words: list[str], code: int, says: tuple[str, ...], capsys: pytest.C
     assert len(lines) >= 3, f"not three parts: {message}"
     assert all(line.startswith("  ") for line in lines[1:]), message
     assert len(message) < 4000, message[:5000]
+    if words[0] in ("eval", "verify", "merge"):
+        assert not RECIPES_ONLY.search(message), f"names what the command does not take: {message}"
     for word in says:
         assert word in message, f"{word!r} is not in: {message}"
     return message

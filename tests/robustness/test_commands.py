@@ -26,6 +26,11 @@ def words(*given: str) -> Callable[[Place], list[str]]:
     return typed
 
 
+def empty(place: Place) -> str:
+    (place.folder / "empty").mkdir()
+    return str(place.folder / "empty")
+
+
 def report(spoil: Callable[[Path], object], *flags: str) -> Callable[[Place], list[str]]:
     def typed(place: Place) -> list[str]:
         shutil.copytree(place.run / "out", place.folder / "out")
@@ -101,8 +106,11 @@ CASES = [
     Bad("verify a device", words("verify", "MODEL", "--device", "tpu9"), ("tpu9", "--device cpu")),
     Bad("verify an option", words("verify", "MODEL", "--chunk", "2"), ("--chunk", "--chunk_tokens")),
     Bad("verify a value", words("verify", "MODEL", "--tokens", "x"), ("--tokens", "'x'")),
-    Bad("verify a report nowhere", words("verify", "MODEL", "--json", "/nowhere/a.json"), ("/nowhere",)),
+    Bad("verify a report nowhere", words("verify", "MODEL", "--json", "/proc/no/a.json"), ("/proc", "--json a.json")),
     Bad("verify no text", words("verify", "MODEL", "--text", "nowhere.txt"), ("nowhere.txt",)),
+    Bad("verify an empty folder", lambda p: ["verify", str(p.model), "--text", empty(p)], ("no text", "Set --text to")),
+    Bad("verify another model", words("verify", "/"), ("config.json", "Set MODEL to")),
+    Bad("verify odd rows", lambda p: ["verify", str(p.model), "--text", p.rows({"a": "b"})], ("no field", '{"text"')),
     Bad("report nothing", words("report"), ("FOLDER", "--help")),
     Bad("report no folder", words("report", "nowhere"), ("nowhere", "output_dir")),
     Bad("report no run", lambda p: ["report", str(p.folder)], ("no run",)),
@@ -116,6 +124,8 @@ CASES = [
     Bad("report an option", words("report", "MODEL", "--jsn"), ("--jsn", "--json")),
     Bad("data nothing", words("data"), ("recipe", "--help")),
     Bad("data without model", lambda p: ["data", p.rows({"text": "x"})], ("--model",)),
+    Bad("data an empty folder", lambda p: ["data", empty(p), "--model", str(p.model)], ("no text", "Set PATH to")),
+    Bad("data no model", lambda p: ["data", p.rows({"text": "x"}), "--model", "./no"], ("./no", "Set --model to")),
     Bad("data show", lambda p: ["data", p.recipe(), "--show", "x"], ("--show", "'x'")),
     Bad("data show far", lambda p: ["data", p.recipe(), "--show", "99"], ("99",)),
     Bad("data show negative", lambda p: ["data", p.recipe(), "--show", "-4"], ("-4",)),
@@ -130,7 +140,8 @@ CASES = [
     Bad("run an option", words("run", "--oomb.chunk", "1", "a.py"), ("--oomb.chunk", "--oomb.chunk_tokens")),
     Bad("eval nothing", words("eval"), ("model", "--help")),
     Bad("eval no data", words("eval", "MODEL"), ("--data", "--help")),
-    Bad("eval no such data", words("eval", "MODEL", "--data", "nowhere.txt"), ("nowhere.txt",)),
+    Bad("eval an empty name", words("eval", "MODEL", "--data", ""), ("--data is empty", "book.txt")),
+    Bad("eval no such data", words("eval", "MODEL", "--data", "nowhere.txt"), ("nowhere.txt", "--data")),
     Bad("eval a device", words("eval", "MODEL", "--data", "a.txt", "--device", "tpu9"), ("tpu9", "--device cpu")),
     Bad("eval a part", words("eval", "MODEL", "--data", "a.txt", "--parts", "fact"), ("fact", "facts")),
     Bad("eval a number", words("eval", "MODEL", "--data", "a.txt", "--tokens", "x"), ("--tokens", "'x'")),
@@ -149,7 +160,7 @@ CASES = [
     Bad("merge empty weights", merge(cut_adapter(0)), ("adapter_model.safetensors",)),
     Bad("merge pickled weights", merge(pickled_adapter), ("adapter_model.safetensors is missing",)),
     Bad("merge a broken recipe", merge(put("config.yaml", "a: [")), ("config.yaml",)),
-    Bad("merge no such model", merge(put("x", ""), "--model", "./nowhere"), ("nowhere",)),
+    Bad("merge no such model", merge(put("x", ""), "--model", "./nowhere"), ("nowhere", "Set --model to")),
     Bad("merge to a file", merge(put("x", ""), out="out/x"), ("--output_dir", "file")),
     Bad("merge to nowhere", merge(put("x", ""), out="/proc/merged"), ("/proc", "another disk")),
     Bad("merge over a model", merge(put("x", ""), out="MODEL"), ("has a model already",)),

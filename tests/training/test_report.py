@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import html.parser
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,6 @@ def test_without_chunks_there_is_no_memory_file(settings: dict[str, Any], write_
     assert main(["train", str(write_recipe(settings | {"oomb": {"enabled": False}, "max_steps": 1}))]) == 0
     out = Path(settings["output_dir"])
     assert not (out / "memory.jsonl").exists()
-    (tmp_path / "pictures").mkdir()
     assert main(["report", str(out), "--out", str(tmp_path / "pictures")]) == 0
     assert {item.name for item in (tmp_path / "pictures").iterdir()} == {"report_training.png", "report.html"}
 
@@ -214,7 +213,7 @@ def test_which_step_is_drawn(run: Path, step: int | None) -> None:
     ("words", "said"),
     [
         (["--step", "9"], "no samples of memory of step 9.\n  Found steps 0 to 3.\n  Use --step 3."),
-        (["--out", "nowhere"], "no folder for the plots"),
+        (["--out", __file__], "The plots cannot be written.\n"),
     ],
     ids=str,
 )
@@ -233,14 +232,7 @@ def test_folders_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_without_matplotlib(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = builtins.__import__
-
-    def fail(name: str, *rest: Any, **named: Any) -> Any:
-        if name == "oomb_accel.cli.report_plots":
-            raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
-        return plain(name, *rest, **named)
-
-    monkeypatch.setattr(builtins, "__import__", fail)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", str(run)]) == 2
     said = capsys.readouterr()
     assert "peak memory, GiB" in said.out

@@ -409,3 +409,11 @@ def test_output_is_plain_where_nobody_looks(
     assert main(["train", str(write_recipe(settings | {"max_steps": 1}))]) == 0
     said = capfd.readouterr()
     assert "\x1b" not in said.out + said.err and "\r" not in said.out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_cpu_is_better_off_without_bf16(
+    settings: dict[str, Any], write_recipe: Write, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(write_recipe(settings | {"max_steps": 1, "torch_dtype": dtype}))]) == 0
+    assert capsys.readouterr().out.count("torch_dtype: float32 is faster") == (dtype == "bfloat16")
