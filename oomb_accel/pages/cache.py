@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -140,7 +141,7 @@ class PagedKVCache:
         """Where K and V of earlier pages lie in ``value_pool``: int32 ``[G, N]``. Valid until the layer settles.
 
         Args:
-            wanted: ``[N, G]``; others may lie nowhere.
+            wanted: others may lie nowhere.
         """
         slots_GN = self._stored_values().use(layer, pages, wanted=wanted)
         self._bring_next("values", layer, pages)
@@ -162,11 +163,10 @@ class PagedKVCache:
 
         Args:
             pages: no sinks of a sparse layer.
-            wanted: ``[N, G]``.
         """
         gradients = self._gradient_records()
         assert self._sinks_among(layer, pages) is None, "gradients of sinks lie in their own pool"
-        _add_zeros(gradients, layer, pages, wanted() & ~gradients.exists(layer, pages))
+        _add_zeros(gradients, layer, pages, gradients.lacking(layer, pages, wanted()))
         slots_GN = gradients.use(layer, pages, wanted=wanted, write=True)
         self._bring_next("gradients", layer, pages)
         return slots_GN
@@ -182,7 +182,8 @@ class PagedKVCache:
             exists = gradients.exists(layer, part)
             for run, held in _runs(part, exists):
                 if held:  # selected pages have gradients of some heads only
-                    _add_zeros(gradients, layer, run, ~exists[run.first - part.first : run.end - part.first])
+                    there = exists[run.first - part.first : run.end - part.first]
+                    _add_zeros(gradients, layer, run, np.flatnonzero(~there).astype(np.int32))
                 else:
                     gradients.add(layer, run)
                 rows = self._token_rows(run, pages)
@@ -291,12 +292,12 @@ class PagedKVCache:
 
 
 def _add_zeros(gradients: Records, layer: int, pages: PageRange, new: Wanted) -> None:
-    if new.any():
+    if len(new):
         gradients.add(layer, pages, new)
         gradients.clear(layer, pages, new)
 
 
-def _runs(pages: PageRange, exists: Wanted) -> list[tuple[PageRange, bool]]:
+def _runs(pages: PageRange, exists: npt.NDArray[np.bool_]) -> list[tuple[PageRange, bool]]:
     """These pages as maximal runs that all have a record (True) or all have none (False)."""
     held = np.logical_or.reduce(exists, axis=1)
     cuts = [0, *(np.flatnonzero(held[1:] != held[:-1]) + 1).tolist(), len(pages)]

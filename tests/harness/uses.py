@@ -14,7 +14,7 @@ import torch
 
 from oomb_accel.foresight import Foresight, Phase
 from oomb_accel.memory import StreamMemory
-from oomb_accel.pages import Kind, Need, PagedKVCache, TieredPages, Wanted
+from oomb_accel.pages import Kind, Need, PagedKVCache, Places, TieredPages, Wanted, Worths
 from oomb_accel.schedule import Chunk, PageRange
 
 
@@ -47,7 +47,8 @@ class Run:
         used = np.zeros(size, bool)
         for at_kind, at_layer, pages, wanted in self.touched:
             if (at_kind, at_layer) == (kind, layer):
-                used[pages.first : pages.end] |= True if wanted is None else wanted
+                here = used[pages.first : pages.end].reshape(-1)
+                here[... if wanted is None else wanted] = True
         return used
 
 
@@ -75,10 +76,10 @@ def recorded_runs() -> Iterator[list[Run]]:
             runs[-1].touched.append((kind, layer, pages, wanted_now[0]))
         bring_next(self, kind, layer, *ranges)
 
-    def worth_(self: Foresight, kind: Kind, layer: int) -> npt.NDArray[np.float32]:
-        told = worth(self, kind, layer)
-        runs[-1].worths[kind, layer] = told.copy()
-        return told
+    def worth_(self: Foresight, kind: Kind, layer: int, places: Places) -> Worths:
+        everything = np.arange(self._num_records)
+        runs[-1].worths[kind, layer] = worth(self, kind, layer, everything).reshape(-1, self._num_heads)
+        return worth(self, kind, layer, places)
 
     def expect_(self: TieredPages, *arguments: Any) -> bool:
         ahead[0] = True
@@ -87,9 +88,9 @@ def recorded_runs() -> Iterator[list[Run]]:
         finally:
             ahead[0] = False
 
-    def bring_(self: TieredPages, layer: int, pages: PageRange, missing: Wanted) -> None:
-        runs[-1].uploads["ahead" if ahead[0] else "late"] += int(missing.sum())
-        bring(self, layer, pages, missing)
+    def bring_(self: TieredPages, layer: int, missing: Places) -> None:
+        runs[-1].uploads["ahead" if ahead[0] else "late"] += len(missing)
+        bring(self, layer, missing)
 
     def with_slots(name: str) -> Any:
         original = getattr(PagedKVCache, name)
