@@ -71,7 +71,7 @@ class Foresight:
     def begin(self, chunk: Chunk, phase: Phase) -> list[Need]:
         """Tell that a run begins. Returns what it will use, in order, and what the next one uses first."""
         self._now = _Position(chunk, phase)
-        needs = self._needs(chunk, phase, 0)
+        needs = list(self._needs(chunk, phase, 0))
         following = self._following(chunk, phase)
         if following is not None:
             last = needs[-1].step + 1 if needs else 0
@@ -96,16 +96,14 @@ class Foresight:
             (self._chunks[index], "forward" if step == 1 else "recompute") if 0 <= index < len(self._chunks) else None
         )
 
-    def _needs(self, chunk: Chunk, phase: Phase, first_step: int) -> list[Need]:
+    def _needs(self, chunk: Chunk, phase: Phase, first_step: int) -> Iterator[Need]:
         if phase == "recompute" and chunk.index in self._skipped:
-            return []
+            return
         layers = range(self._shape.num_layers)
         order: Sequence[int] = layers if phase != "backward" else layers[::-1]
-        return [
-            Need(step, *use)
-            for step, layer in enumerate(order, start=first_step)
-            for use in self._layer_uses(chunk, phase, layer)
-        ]
+        for step, layer in enumerate(order, start=first_step):
+            for use in self._layer_uses(chunk, phase, layer):
+                yield Need(step, *use)
 
     def _layer_uses(
         self, chunk: Chunk, phase: Phase, layer: int

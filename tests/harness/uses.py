@@ -56,7 +56,7 @@ class Run:
 def recorded_runs() -> Iterator[list[Run]]:
     """Every run of a step inside that keeps pages in host memory."""
     runs: list[Run] = []
-    begin, bring_next, worth = StreamMemory.begin, PagedKVCache._bring_next, Foresight.worth
+    begin, passed, worth = StreamMemory.begin, PagedKVCache._passed, Foresight.worth
     foretell, bring, expect = Foresight.begin, TieredPages._bring, TieredPages.expect
     wanted_now: list[Wanted | None] = [None]
     ahead = [False]
@@ -67,14 +67,14 @@ def recorded_runs() -> Iterator[list[Run]]:
 
     def foretell_(self: Foresight, chunk: Chunk, phase: Phase) -> list[Need]:
         needs = foretell(self, chunk, phase)
-        runs[-1].foretold, runs[-1].num_own = needs, len(self._needs(chunk, phase, 0))
+        runs[-1].foretold, runs[-1].num_own = needs, len(list(self._needs(chunk, phase, 0)))
         return needs
 
-    def bring_next_(self: PagedKVCache, kind: Kind, layer: int, *ranges: PageRange) -> None:
+    def passed_(self: PagedKVCache, kind: Kind, layer: int, *ranges: PageRange) -> None:
         for pages in filter(len, ranges):
             runs[-1].uses.append((kind, layer, pages))
             runs[-1].touched.append((kind, layer, pages, wanted_now[0]))
-        bring_next(self, kind, layer, *ranges)
+        passed(self, kind, layer, *ranges)
 
     def worth_(self: Foresight, kind: Kind, layer: int, places: Places) -> Worths:
         everything = np.arange(self._num_records)
@@ -110,7 +110,7 @@ def recorded_runs() -> Iterator[list[Run]]:
             (StreamMemory, "begin", begin_),
             (Foresight, "begin", foretell_),
             (Foresight, "worth", worth_),
-            (PagedKVCache, "_bring_next", bring_next_),
+            (PagedKVCache, "_passed", passed_),
             (TieredPages, "expect", expect_),
             (TieredPages, "_bring", bring_),
         ):
