@@ -257,8 +257,8 @@ MUTATIONS = (
     Mutation(
         "two tiers: used before it has arrived",
         "oomb_accel/pages/tiered.py",
-        "            self._least_worth[layer].note(used)\n        self._wait_for(arrival)\n",
-        "            self._least_worth[layer].note(used)\n",
+        "        self._wait_for(arrival)\n        return slots_GN",
+        "        return slots_GN",
         TIERS,
     ),
     Mutation(

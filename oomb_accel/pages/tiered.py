@@ -120,10 +120,12 @@ class TieredPages:
     def use(self, layer: int, *ranges: PageRange, wanted: WantedLater | None = None, write: bool = False) -> Tensor:
         assert wanted is None or len(ranges) == 1
         if wanted is not None and not write and not self._away[layer]:
-            self._use_any(layer, ranges[0])  # everything is here: nobody has to wait to know what is wanted
+            arrival = self._use_any(layer, ranges[0])  # everything is here: nobody waits to know what is wanted
         else:
-            self._use(layer, [self._places(pages, wanted and wanted()) for pages in ranges], write)
-        return self._slots_for_kernels(layer, ranges)
+            arrival = self._use(layer, [self._places(pages, wanted and wanted()) for pages in ranges], write)
+        slots_GN = self._slots_for_kernels(layer, ranges)  # while the mover's thread has uploads to start
+        self._wait_for(arrival)
+        return slots_GN
 
     def expect(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> bool:
         """Start to bring what a later use will miss.
@@ -170,7 +172,8 @@ class TieredPages:
         first = pages.first * self._num_heads
         return np.arange(first, pages.end * self._num_heads) if wanted is None else wanted.astype(np.int64) + first
 
-    def _use(self, layer: int, uses: list[Places], write: bool) -> None:
+    def _use(self, layer: int, uses: list[Places], write: bool) -> int:
+        """Have these records on the device. Returns the upload that has to be waited for, 0 where there is none."""
         # Before anything is brought: what is used must not give way to it.
         self._in_use[layer] += uses
         slots, expected, arrival = _row(self._slots, layer), _row(self._expected, layer), 0
@@ -185,18 +188,18 @@ class TieredPages:
             if self._num_uploads > self._uploads_seen:
                 arrival = max(arrival, int(_row(self._arrivals, layer)[used].max(initial=0)))
             self._least_worth[layer].note(used)
-        self._wait_for(arrival)
+        return arrival
 
-    def _use_any(self, layer: int, pages: PageRange) -> None:
-        """A use of some of these records, all of which the device has."""
+    def _use_any(self, layer: int, pages: PageRange) -> int:
+        """The same for some of these records, all of which the device has."""
         here = slice(pages.first, pages.end)
         self._in_use[layer].append(slice(pages.first * self._num_heads, pages.end * self._num_heads))
         if layer in self._layers_expected:
             expected = self._expected[layer, here]
             expected -= expected > 0
-        if self._num_uploads > self._uploads_seen:
-            self._wait_for(int(self._arrivals[layer, here].max(initial=0)))
         self._least_worth[layer].forget()
+        unseen = self._num_uploads > self._uploads_seen
+        return int(self._arrivals[layer, here].max(initial=0)) if unseen else 0
 
     def _slots_for_kernels(self, layer: int, ranges: Iterable[PageRange]) -> Tensor:
         """int32 ``[G, n]``, as the mirror has them once it knows what has moved."""
