@@ -14,9 +14,8 @@ from itertools import islice
 from typing import Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from oomb_accel.pages import Kind, Need, PageShape
+from oomb_accel.pages import Kind, Need, PageShape, Places, Worths
 from oomb_accel.past import past_ranges
 from oomb_accel.schedule import Chunk, ChunkSchedule, PageRange
 from oomb_accel.selection import PageSelector, Reach, TouchedPages
@@ -26,8 +25,9 @@ Phase: TypeAlias = Literal["forward", "recompute", "backward"]
 
 _HORIZON = 4
 """Chunks that are looked at for a page's next use. What comes later counts as never."""
-_MEMORY = 0.8
-"""How much of a page's count of selections is left a chunk later."""
+_FADING = -np.log(0.8)
+"""A page's count of selections is 0.8 of it a chunk later. Instead later selections count for more: the order is the
+same, and nothing changes for a page that was not selected. Logarithms stay small however many chunks there are."""
 _ALWAYS = np.float32(np.inf)
 
 
@@ -58,35 +58,34 @@ class Foresight:
         self._shape, self._selector, self._span_pages, self._skipped = shape, selector, span_pages, skipped
         self._chunks = schedule.chunks
         self._now: _Position | None = None
-        self._size = (schedule.num_pages, shape.num_kv_heads)
-        self._oldest_first = np.broadcast_to(-np.arange(schedule.num_pages, dtype=np.float32)[:, None], self._size)
-        self._counts: dict[int, npt.NDArray[np.float32]] = {}
+        self._num_heads = shape.num_kv_heads
+        self._num_records = schedule.num_pages * shape.num_kv_heads
+        self._counts: dict[int, Worths] = {}
+        """By layer, logarithms of the counts of all records."""
         self._last_count: dict[int, int] = {}
-        self._worths: dict[tuple[Kind, int], tuple[int, Phase, npt.NDArray[np.float32]]] = {}
+        """By layer, the last chunk whose selections were counted."""
+        self._next_uses: dict[tuple[Kind, int], Worths] = {}
+        """Of all records of a layer; right for the chunk below. Numbers above it are of uses that lie behind."""
+        self._next_chunk: dict[tuple[Kind, int], int] = {}
 
     def begin(self, chunk: Chunk, phase: Phase) -> list[Need]:
         """Tell that a run begins. Returns what it will use, in order, and what the next one uses first."""
         self._now = _Position(chunk, phase)
-        needs = self._needs(chunk, phase, 0)
+        needs = list(self._needs(chunk, phase, 0))
         following = self._following(chunk, phase)
         if following is not None:
             last = needs[-1].step + 1 if needs else 0
             needs += [need for need in islice(self._needs(*following, last), 64) if need.step < last + 2]
         return needs
 
-    def worth(self, kind: Kind, layer: int) -> npt.NDArray[np.float32]:
-        """How much each record of the layer is worth on the device, ``[N, G]``."""
+    def worth(self, kind: Kind, layer: int, places: Places) -> Worths:
+        """How much these records of the layer are worth on the device."""
         if layer not in self._shape.sparse_layers or self._now is None:
             # Walked through from end to end each time: what stays should stay, and the first pages live longest.
-            return self._oldest_first
-        position = self._now
-        known = self._worths.get((kind, layer))
-        if known is not None and known[:2] == (position.chunk.index, position.phase):
-            return known[2]
-        worth = self._by_count(layer) if position.phase == "forward" else self._by_next_use(kind, layer)
-        if position.phase != "forward" or self._last_count.get(layer) == position.chunk.index:
-            self._worths[kind, layer] = position.chunk.index, position.phase, worth
-        return worth
+            return -(places // self._num_heads).astype(np.float32)
+        if self._now.phase == "forward":
+            return self._by_count(layer, places)
+        return self._by_next_use(kind, layer, places)
 
     def _following(self, chunk: Chunk, phase: Phase) -> tuple[Chunk, Phase] | None:
         if phase == "recompute":
@@ -97,16 +96,14 @@ class Foresight:
             (self._chunks[index], "forward" if step == 1 else "recompute") if 0 <= index < len(self._chunks) else None
         )
 
-    def _needs(self, chunk: Chunk, phase: Phase, first_step: int) -> list[Need]:
+    def _needs(self, chunk: Chunk, phase: Phase, first_step: int) -> Iterator[Need]:
         if phase == "recompute" and chunk.index in self._skipped:
-            return []
+            return
         layers = range(self._shape.num_layers)
         order: Sequence[int] = layers if phase != "backward" else layers[::-1]
-        return [
-            Need(step, *use)
-            for step, layer in enumerate(order, start=first_step)
-            for use in self._layer_uses(chunk, phase, layer)
-        ]
+        for step, layer in enumerate(order, start=first_step):
+            for use in self._layer_uses(chunk, phase, layer):
+                yield Need(step, *use)
 
     def _layer_uses(
         self, chunk: Chunk, phase: Phase, layer: int
@@ -134,47 +131,60 @@ class Foresight:
     def _reach(self, layer: int, chunk: Chunk) -> Reach | None:
         return self._selector.reach(layer, chunk.past_pages) if self._selector is not None else None
 
-    def _by_count(self, layer: int) -> npt.NDArray[np.float32]:
-        """By how often records were selected, lately more than long ago; what is used in any case comes first."""
+    def _by_count(self, layer: int, places: Places) -> Worths:
+        """By how often records were selected, lately more than long ago; what will be used in any case comes first."""
         assert self._now is not None and self._selector is not None
-        counts = self._counts.setdefault(layer, np.zeros(self._size, np.float32))
-        chunk = self._now.chunk
+        if layer not in self._counts:
+            self._counts[layer] = np.full(self._num_records, -np.inf, np.float32)
+        counts, chunk = self._counts[layer], self._now.chunk
         reach, touched = self._reach(layer, chunk), self._selector.touched(layer, chunk)
         if reach is not None and touched is not None and self._last_count.get(layer) != chunk.index:
             self._last_count[layer] = chunk.index
-            counts *= _MEMORY
-            counts[reach.candidates.first : reach.candidates.end].reshape(-1)[touched.numbers()] += 1
-        worth = counts.copy()
-        self._mark_always(worth, layer, chunk)
-        following = self._chunks[chunk.index + 1] if chunk.index + 1 < len(self._chunks) else None
-        if following is not None:
-            self._mark_always(worth, layer, following)
+            named = self._named(reach, touched)
+            counts[named] = np.logaddexp(counts[named], np.float32(chunk.index * _FADING))
+        worth: Worths = counts[places]
+        coming = self._chunks[chunk.index : chunk.index + 2]
+        if self._last_count.get(layer) == chunk.index:  # behind its selection the layer has the chunk's use behind it
+            coming = coming[1:]
+        for pages in (pages for chunk in coming for pages in self._always(layer, chunk)):
+            here = self._places(pages)
+            worth[(places >= here.start) & (places < here.stop)] = _ALWAYS
         return worth
 
-    def _by_next_use(self, kind: Kind, layer: int) -> npt.NDArray[np.float32]:
+    def _by_next_use(self, kind: Kind, layer: int, places: Places) -> Worths:
         """By how soon records are used: the number of the next chunk, which falls in this sweep."""
         assert self._now is not None
-        worth = np.full(self._size, -1, np.float32)
         next_index = self._now.chunk.index - (self._now.phase == "backward")
-        for index in range(max(0, next_index - _HORIZON + 1), next_index + 1):  # the soonest is written last
-            self._mark_uses(worth, kind, layer, self._chunks[index])
+        key = kind, layer
+        if key not in self._next_uses:
+            self._next_uses[key] = np.full(self._num_records, -1, np.float32)
+        uses = self._next_uses[key]
+        if self._next_chunk.get(key) != next_index:
+            self._next_chunk[key] = next_index
+            for index in range(max(0, next_index - _HORIZON + 1), next_index + 1):  # the soonest is written last
+                self._mark_uses(uses, kind, layer, self._chunks[index])
+        worth: Worths = uses[places]
+        worth[worth > next_index] = -1
         return worth
 
-    def _mark_uses(self, worth: npt.NDArray[np.float32], kind: Kind, layer: int, chunk: Chunk) -> None:
+    def _mark_uses(self, uses: Worths, kind: Kind, layer: int, chunk: Chunk) -> None:
         assert self._selector is not None
         reach, touched = self._reach(layer, chunk), self._selector.touched(layer, chunk)
-        if reach is None:  # short enough to attend to everything
-            worth[chunk.past_pages.first : chunk.past_pages.end] = chunk.index
-        elif touched is not None:
-            candidates = worth[reach.candidates.first : reach.candidates.end].reshape(-1)
-            candidates[touched.numbers()] = chunk.index
-            for pages in (reach.sinks, reach.recents):
-                worth[pages.first : pages.end] = chunk.index
+        if reach is None or touched is not None:
+            for pages in self._always(layer, chunk):
+                uses[self._places(pages)] = chunk.index
+        if reach is not None and touched is not None:
+            uses[self._named(reach, touched)] = chunk.index
         if kind == "gradients":
-            worth[chunk.own_pages.first : chunk.own_pages.end] = chunk.index
+            uses[self._places(chunk.own_pages)] = chunk.index
 
-    def _mark_always(self, worth: npt.NDArray[np.float32], layer: int, chunk: Chunk) -> None:
-        reach = self._reach(layer, chunk)
-        ranges = (chunk.past_pages,) if reach is None else (reach.sinks, reach.recents)
-        for pages in ranges:
-            worth[pages.first : pages.end] = _ALWAYS
+    def _always(self, layer: int, chunk: Chunk) -> tuple[PageRange, ...]:
+        """What the chunk uses whatever it selects."""
+        reach = self._reach(layer, chunk)  # None where it is short enough to attend to everything
+        return (chunk.past_pages,) if reach is None else (reach.sinks, reach.recents)
+
+    def _named(self, reach: Reach, touched: TouchedPages) -> Places:
+        return touched().astype(np.int64) + reach.candidates.first * self._num_heads
+
+    def _places(self, pages: PageRange) -> slice:
+        return slice(pages.first * self._num_heads, pages.end * self._num_heads)

@@ -172,7 +172,7 @@ class StreamRecords:
             self.device,
             store,
             self.offload.mover,
-            lambda layer: self.foresight.worth(kind, layer),
+            lambda layer, places: self.foresight.worth(kind, layer, places),
         )
         pool = records.pool.storage  # lives until its copies are in their streams
         weakref.finalize(records, _give_back, store, self.offload.mover, pool, self.device).atexit = False

@@ -28,6 +28,8 @@ from oomb_kernels import PageLists, page_mass, pool_queries, top_pages
 
 POOLED_TOKENS = 16
 """Queries whose mean is scored; a block has several such means, so that one topic in it cannot hide another."""
+_WORD_BITS = 64
+"""Words without a bit are passed over at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,42 +74,38 @@ class TouchedPages:
 
     def __init__(self, lists: PageLists) -> None:
         pages_GX = lists.pages_GBK.flatten(1)
-        num_bytes = -(-lists.num_pages // 8)
-        named = torch.zeros(pages_GX.shape[0], 8 * num_bytes, dtype=torch.uint8, device=pages_GX.device)
-        named.scatter_(1, pages_GX.long(), 1)
-        bits = (named.unflatten(1, (num_bytes, 8)) << torch.arange(8, dtype=torch.uint8, device=named.device)).sum(
-            2, dtype=torch.uint8
-        )
-        self._num_pages = lists.num_pages
-        self._numbers: npt.NDArray[np.int32] | None = None
+        device, self._num_heads = pages_GX.device, pages_GX.shape[0]
+        num_words = -(-lists.num_pages * self._num_heads // _WORD_BITS)
+        named = torch.zeros(num_words * _WORD_BITS // 8, 8, dtype=torch.uint8, device=device)
+        places_GX = pages_GX.long() * self._num_heads + torch.arange(self._num_heads, device=device)[:, None]
+        named.view(-1).index_fill_(0, places_GX.flatten(), 1)
+        bits = (named << torch.arange(8, dtype=torch.uint8, device=device)).sum(1, dtype=torch.uint8)
+        self._bits: Tensor | None = bits
+        self._numbers: Wanted | None = None
         self._copied: torch.cuda.Event | None = None
         if bits.is_cuda:
             self._bits = torch.empty(bits.shape, dtype=bits.dtype, pin_memory=True).copy_(bits, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(bits.device))
-        else:
-            self._bits = bits
 
     def __call__(self) -> Wanted:
-        """``[N, G]``. Waits where the device is not there yet."""
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._bits, self._copied = self._bits.clone(), None  # pinned memory is for the next lists
-        named_GN = np.unpackbits(self._bits.numpy(), axis=1, count=self._num_pages, bitorder="little")
-        return np.ascontiguousarray(named_GN.T).view(bool)
+        """Their places in ``[N, G]`` laid out in a row, ascending. Waits where the device is not there yet."""
+        if self._numbers is None:
+            assert self._bits is not None
+            if self._copied is not None:
+                self._copied.synchronize()
+            words = self._bits.numpy().view(np.uint64)
+            used = np.flatnonzero(words)
+            places = np.flatnonzero(np.unpackbits(words[used].view(np.uint8), bitorder="little").view(bool))
+            self._numbers = (used[places // _WORD_BITS] * _WORD_BITS + places % _WORD_BITS).astype(np.int32)
+            self._bits = self._copied = None  # pinned memory is for the next lists
+        return self._numbers
 
     def distinct(self) -> npt.NDArray[np.int64] | None:
         """How many there are, ``[G]``; None where the device is not there yet."""
         if self._copied is not None and not self._copied.query():
             return None
-        distinct_G: npt.NDArray[np.int64] = self().sum(0, dtype=np.int64)
-        return distinct_G
-
-    def numbers(self) -> npt.NDArray[np.int32]:
-        """The same as places in ``[N, G]`` laid out in a row, found once."""
-        if self._numbers is None:
-            self._numbers = np.flatnonzero(self()).astype(np.int32)
-        return self._numbers
+        return np.bincount(self() % self._num_heads, minlength=self._num_heads)
 
 
 OnSelection: TypeAlias = Callable[[int, Chunk, Reach, PageLists], None]

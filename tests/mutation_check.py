@@ -257,8 +257,8 @@ MUTATIONS = (
     Mutation(
         "two tiers: used before it has arrived",
         "oomb_accel/pages/tiered.py",
-        "        self._wait_for(arrival)\n        return",
-        "        return",
+        "        self._wait_for(arrival)\n        return slots_GN",
+        "        return slots_GN",
         TIERS,
     ),
     Mutation(
@@ -271,8 +271,8 @@ MUTATIONS = (
     Mutation(
         "two tiers: what was changed leaves as if the host had it",
         "oomb_accel/pages/tiered.py",
-        "            self._changed[layer, here] |= used & write\n",
-        "",
+        "                _row(self._changed, layer)[used] = True\n",
+        "                pass\n",
         TIERS,
     ),
     Mutation(

@@ -7,12 +7,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from oomb_accel import OombConfig
 from oomb_accel.foresight import _HORIZON, Foresight
-from oomb_accel.pages import PageShape
+from oomb_accel.pages import Kind, PageShape
 from oomb_accel.progress import GIB
 from oomb_accel.schedule import Chunk, ChunkSchedule, PageRange
 from oomb_accel.selection import PageSelector, SelectionSettings
@@ -123,6 +124,11 @@ def stream(tokens: int = 160) -> tuple[ChunkSchedule, PageSelector, Foresight]:
     return plan, selector, Foresight(shape, plan, selector, span_pages=4)
 
 
+def worths(foresight: Foresight, plan: ChunkSchedule, kind: Kind, layer: int) -> npt.NDArray[np.float32]:
+    """Of all records, ``[N, G]``."""
+    return foresight.worth(kind, layer, np.arange(plan.num_pages * HEADS)).reshape(-1, HEADS)
+
+
 def select(selector: PageSelector, chunk: Chunk) -> set[tuple[int, int]]:
     """Have a chunk select at random; which (page, head) it selected."""
     reach = selector.reach(1, chunk.past_pages)
@@ -146,28 +152,29 @@ def test_in_the_forward_sweep_what_was_selected_lately_is_worth_most() -> None:
         for record in select(selector, chunk):
             counts[record] += 1
         wanted = counts.copy()
-        following = plan.chunks[chunk.index + 1]
-        for pages in (chunk.past_pages, following.past_pages):
-            wanted[0] = wanted[pages.end - 2 : pages.end] = np.inf
+        end = plan.chunks[chunk.index + 1].past_pages.end  # the chunk itself has used its own recents
+        wanted[0] = wanted[end - 2 : end] = np.inf
         for _ in range(2):  # asked again, nothing is counted twice
-            np.testing.assert_allclose(foresight.worth("values", 1), wanted, rtol=1e-6)
+            told = np.exp(worths(foresight, plan, "values", 1) + chunk.index * np.log(0.8))
+            np.testing.assert_allclose(told, wanted, rtol=1e-5)
     assert len(np.unique(counts)) > 4
 
 
 def test_a_past_that_is_short_is_used_as_a_whole() -> None:
     plan, _, foresight = stream()
     foresight.begin(plan.chunks[0], "forward")
-    assert foresight.worth("values", 1)[:4].min() == np.inf, "the next chunk attends to all of it"
-    assert foresight.worth("values", 1)[4:].max() == 0
+    told = worths(foresight, plan, "values", 1)
+    assert told[:4].min() == np.inf, "the next chunk attends to all of it"
+    assert told[4:].max() == -np.inf
 
 
 def test_of_dense_layers_the_oldest_stay() -> None:
     plan, _, foresight = stream()
+    kinds: tuple[Kind, ...] = ("values", "gradients")
     for phase in ("forward", "recompute", "backward"):
         foresight.begin(plan.chunks[3], phase)
-        for kind in ("values", "gradients"):
-            worth = foresight.worth(kind, 0)
-            assert worth.shape == (plan.num_pages, HEADS)
+        for kind in kinds:
+            worth = worths(foresight, plan, kind, 0)
             assert (np.diff(worth[:, 0]) < 0).all() and (worth[:, 0] == worth[:, 1]).all()
 
 

@@ -3,6 +3,7 @@
 
 from oomb_accel.pages.ahead import Need
 from oomb_accel.pages.cache import PagedKVCache
+from oomb_accel.pages.least_worth import Places, Worths
 from oomb_accel.pages.mover import CudaMover, HostMover, PageMover
 from oomb_accel.pages.pool import PagePool
 from oomb_accel.pages.room import DeviceRoom, Kind, PageRooms, PassNeeds, divide, working_bytes
@@ -24,12 +25,14 @@ __all__ = [
     "PageTable",
     "PagedKVCache",
     "PassNeeds",
+    "Places",
     "Records",
     "StoredPages",
     "TieredPages",
     "Wanted",
     "WantedLater",
     "Worth",
+    "Worths",
     "divide",
     "working_bytes",
 ]

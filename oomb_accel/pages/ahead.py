@@ -58,7 +58,7 @@ class Itinerary:
         for pages in ranges:
             for number in range(self._done, min(self._done + _LOOK, len(self._needs))):
                 need = self._needs[number]
-                if (need.kind, need.layer, need.pages) == (kind, layer, pages):
+                if need.layer == layer and need.kind == kind and need.pages == pages:
                     self._done = number + 1
                     break
 

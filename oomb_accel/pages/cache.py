@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -140,10 +141,10 @@ class PagedKVCache:
         """Where K and V of earlier pages lie in ``value_pool``: int32 ``[G, N]``. Valid until the layer settles.
 
         Args:
-            wanted: ``[N, G]``; others may lie nowhere.
+            wanted: others may lie nowhere.
         """
         slots_GN = self._stored_values().use(layer, pages, wanted=wanted)
-        self._bring_next("values", layer, pages)
+        self._passed("values", layer, pages)  # others are brought when the kernels that wait for these are launched
         return slots_GN
 
     def value_scales(self, layer: int, *ranges: PageRange) -> Tensor | None:
@@ -162,13 +163,12 @@ class PagedKVCache:
 
         Args:
             pages: no sinks of a sparse layer.
-            wanted: ``[N, G]``.
         """
         gradients = self._gradient_records()
         assert self._sinks_among(layer, pages) is None, "gradients of sinks lie in their own pool"
-        _add_zeros(gradients, layer, pages, wanted() & ~gradients.exists(layer, pages))
+        _add_zeros(gradients, layer, pages, gradients.lacking(layer, pages, wanted()))
         slots_GN = gradients.use(layer, pages, wanted=wanted, write=True)
-        self._bring_next("gradients", layer, pages)
+        self._passed("gradients", layer, pages)
         return slots_GN
 
     def add_gradients(self, layer: int, pages: PageRange, dk_GTD: Tensor, dv_GTD: Tensor, *, seed: int) -> None:
@@ -182,7 +182,8 @@ class PagedKVCache:
             exists = gradients.exists(layer, part)
             for run, held in _runs(part, exists):
                 if held:  # selected pages have gradients of some heads only
-                    _add_zeros(gradients, layer, run, ~exists[run.first - part.first : run.end - part.first])
+                    there = exists[run.first - part.first : run.end - part.first]
+                    _add_zeros(gradients, layer, run, np.flatnonzero(~there).astype(np.int32))
                 else:
                     gradients.add(layer, run)
                 rows = self._token_rows(run, pages)
@@ -206,15 +207,11 @@ class PagedKVCache:
         """
         start = chunk.num_tokens - len(chunk.own_pages) * self._shape.page_tokens
         for gradients in (self._gradients, self._sink_gradients):
-            if gradients is None or not chunk.own_pages:
-                continue
-            for run, held in _runs(chunk.own_pages, gradients.exists(layer, chunk.own_pages)):
-                if not held:
-                    continue
-                rows = self._token_rows(run, chunk.own_pages, start)
-                past_dk, past_dv = load_pages(gradients.pool.storage, gradients.use(layer, run))
-                dk_GTD[:, rows] += past_dk
-                dv_GTD[:, rows] += past_dv
+            if gradients is not None and gradients.exists(layer, chunk.own_pages).any():
+                # Pages without gradients are zeros: in one piece, since few kernels cost less than few bytes.
+                past_dk, past_dv = load_pages(gradients.pool.storage, gradients.use(layer, chunk.own_pages))
+                dk_GTD[:, start:] += past_dk
+                dv_GTD[:, start:] += past_dv
         self._bring_next("gradients", layer, chunk.own_pages)
 
     def settle(self, layer: int) -> None:
@@ -222,6 +219,8 @@ class PagedKVCache:
         for records in (self._values, self._gradients):
             if records:
                 records.settle(layer)
+        if self._tiered:
+            self._itinerary.bring(self._tiered)
 
     def release(self, chunk: Chunk) -> None:
         """Free the chunk's own pages and their gradients: nothing will ask for them again."""
@@ -230,9 +229,13 @@ class PagedKVCache:
                 for layer in range(self._shape.num_layers):
                     records.free(layer, chunk.own_pages)
 
-    def _bring_next(self, kind: Kind, layer: int, *ranges: PageRange) -> None:
+    def _passed(self, kind: Kind, layer: int, *ranges: PageRange) -> None:
         if self._tiered:
             self._itinerary.passed(kind, layer, *ranges)
+
+    def _bring_next(self, kind: Kind, layer: int, *ranges: PageRange) -> None:
+        self._passed(kind, layer, *ranges)
+        if self._tiered:
             self._itinerary.bring(self._tiered)
 
     def _settle_dense(self, layer: int, records: Records) -> None:
@@ -285,18 +288,18 @@ class PagedKVCache:
         if pages:
             yield pages, self._gradient_records()
 
-    def _token_rows(self, run: PageRange, pages: PageRange, start: int = 0) -> slice:
+    def _token_rows(self, run: PageRange, pages: PageRange) -> slice:
         tokens = self._shape.page_tokens
-        return slice(start + (run.first - pages.first) * tokens, start + (run.end - pages.first) * tokens)
+        return slice((run.first - pages.first) * tokens, (run.end - pages.first) * tokens)
 
 
 def _add_zeros(gradients: Records, layer: int, pages: PageRange, new: Wanted) -> None:
-    if new.any():
+    if len(new):
         gradients.add(layer, pages, new)
         gradients.clear(layer, pages, new)
 
 
-def _runs(pages: PageRange, exists: Wanted) -> list[tuple[PageRange, bool]]:
+def _runs(pages: PageRange, exists: npt.NDArray[np.bool_]) -> list[tuple[PageRange, bool]]:
     """These pages as maximal runs that all have a record (True) or all have none (False)."""
     held = np.logical_or.reduce(exists, axis=1)
     cuts = [0, *(np.flatnonzero(held[1:] != held[:-1]) + 1).tolist(), len(pages)]

@@ -20,8 +20,8 @@ from oomb_accel.pages.shape import PageShape
 from oomb_accel.pages.table import NO_SLOT, PageTable
 from oomb_accel.schedule import PageRange
 
-Wanted: TypeAlias = npt.NDArray[np.bool_]
-"""Which records of a range of pages, ``[n, G]``."""
+Wanted: TypeAlias = npt.NDArray[np.int32]
+"""Which records of a range of pages: their places in ``[n, G]`` laid out in a row, ascending and distinct."""
 WantedLater: TypeAlias = Callable[[], Wanted]
 """The same where the host may have to wait for it: asked for only where it matters."""
 
@@ -31,8 +31,11 @@ class Records(Protocol):
 
     pool: PagePool
 
-    def exists(self, layer: int, pages: PageRange) -> Wanted:
-        """Which records there are."""
+    def exists(self, layer: int, pages: PageRange) -> npt.NDArray[np.bool_]:
+        """Which records there are, ``[n, G]``."""
+
+    def lacking(self, layer: int, pages: PageRange, wanted: Wanted) -> Wanted:
+        """Those of the wanted records that there are not."""
 
     def add(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> None:
         """Give these records, or those of them that are wanted, slots. Their contents are whatever lay there."""
@@ -76,15 +79,24 @@ class StoredPages:
         size = (shape.num_layers, num_pages, shape.num_kv_heads)
         self._mirror = torch.full(size, NO_SLOT, dtype=torch.int32, device=device)
 
-    def exists(self, layer: int, pages: PageRange) -> Wanted:
-        return self._table.slots(layer, pages) != NO_SLOT
+    def exists(self, layer: int, pages: PageRange) -> npt.NDArray[np.bool_]:
+        exists: npt.NDArray[np.bool_] = self._table.slots(layer, pages) != NO_SLOT
+        return exists
+
+    def lacking(self, layer: int, pages: PageRange, wanted: Wanted) -> Wanted:
+        return wanted[self._table.slots(layer, pages).reshape(-1)[wanted] == NO_SLOT]
 
     def add(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> None:
         self._table.allocate(layer, pages, wanted)
-        self._mirror[layer, pages.first : pages.end].copy_(self._host_tensor(self._table.slots(layer, pages)), True)
+        slots, mirror = self._table.slots(layer, pages), self._mirror[layer, pages.first : pages.end]
+        if wanted is None:
+            mirror.copy_(self._host_tensor(slots), non_blocking=True)
+        else:
+            where, new = self._to_device(np.stack([wanted, slots.reshape(-1)[wanted]]))
+            mirror.view(-1).index_copy_(0, where.long(), new)
 
     def clear(self, layer: int, pages: PageRange, wanted: Wanted) -> None:
-        slots = self._host_tensor(self._table.slots(layer, pages)[wanted]).to(self._mirror.device, non_blocking=True)
+        slots = self._to_device(self._table.slots(layer, pages).reshape(-1)[wanted])
         self.pool.storage.index_fill_(0, slots.long(), 0)
 
     def use(self, layer: int, *ranges: PageRange, wanted: WantedLater | None = None, write: bool = False) -> Tensor:
@@ -97,6 +109,9 @@ class StoredPages:
 
     def free(self, layer: int, pages: PageRange) -> None:
         self._table.free(layer, pages)
+
+    def _to_device(self, numbers: npt.NDArray[np.int32]) -> Tensor:
+        return self._host_tensor(numbers).to(self._mirror.device, non_blocking=True)
 
     def _host_tensor(self, slots: npt.NDArray[np.int32]) -> Tensor:
         host = torch.from_numpy(slots.copy())

@@ -30,12 +30,12 @@ class PageTable:
         """Slots that hold nothing."""
         return self._num_free
 
-    def allocate(self, layer: int, pages: PageRange, wanted: npt.NDArray[np.bool_] | None = None) -> None:
-        """Give every head of these pages a slot, or those that are wanted, ``[num_pages, num_heads]``. None of them may
-        have one."""
-        target = self._slots[layer, pages.first : pages.end]
-        chosen = np.ones(target.shape, dtype=bool) if wanted is None else wanted
-        count = int(chosen.sum())
+    def allocate(self, layer: int, pages: PageRange, wanted: npt.NDArray[np.int32] | None = None) -> None:
+        """Give every head of these pages a slot, or those at these places in ``[n, G]`` laid out in a row, which are
+        distinct. None of them may have one."""
+        target = self._slots[layer, pages.first : pages.end].reshape(-1)
+        chosen = slice(None) if wanted is None else wanted
+        count = target[chosen].size
         assert count <= self._num_free, "the pool is sized for the whole stream before it starts"
         assert (target[chosen] == NO_SLOT).all(), "a record is allocated once"
         target[chosen] = self._free[self._num_free - count : self._num_free][::-1]

@@ -4,13 +4,15 @@ Between its uses a layer keeps at most its quota of records on the device, those
 all quotas are a reserve. A use brings what is missing into the reserve, and whatever then exceeds the quota leaves when
 the layer settles. A record that the host has unchanged leaves for free.
 
+The host's work for a use is in proportion to the records that it names, not to those that there are.
+
 Legend: L layers, G KV heads, N pages of the stream, n pages of a range.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from oomb_accel.host import HostMemoryError, HostStore
+from oomb_accel.pages.least_worth import LeastWorth, Places, Worths, least
 from oomb_accel.pages.mover import Mark, PageMover
 from oomb_accel.pages.pool import PagePool
 from oomb_accel.pages.room import DeviceRoom
@@ -27,8 +30,12 @@ from oomb_accel.pages.stored import Wanted, WantedLater
 from oomb_accel.pages.table import NO_SLOT
 from oomb_accel.schedule import PageRange
 
-Worth: TypeAlias = Callable[[int], npt.NDArray[np.float32]]
-"""How much each record of a layer is worth keeping on the device, ``[N, G]``: the least worth leave first."""
+Worth: TypeAlias = Callable[[int, Places], Worths]
+"""How much these records of a layer are worth keeping on the device: the least worth leave first. While a sweep lasts,
+the worth of a record may fall when it is used, and at no other time."""
+
+
+_Number = TypeVar("_Number", bound=np.generic)
 
 
 class TieredPages:
@@ -63,6 +70,7 @@ class TieredPages:
         """Whether the device has something that the host has not."""
         self._expected = np.zeros(size, np.int8)
         """Uses ahead of which the record was brought, and which have not come yet."""
+        self._layers_expected: set[int] = set()
         self._arrivals = np.zeros(size, np.int32)
         """Number of the upload that brought the record. Uploads pass in order."""
         self._uploads: dict[int, Mark] = {}
@@ -71,51 +79,53 @@ class TieredPages:
         self._resident = [0] * shape.num_layers
         self._away = [0] * shape.num_layers
         """Records that only the host has."""
-        self._in_use: list[list[tuple[slice, Wanted | None]]] = [[] for _ in range(shape.num_layers)]
-        """By layer, what was used or added since it settled; None is every record."""
+        self._in_use: list[list[Places | slice]] = [[] for _ in range(shape.num_layers)]
+        """By layer, what was used or added since it settled."""
+        self._least_worth = [LeastWorth() for _ in range(shape.num_layers)]
+        self._mirror = torch.full(size, NO_SLOT, dtype=torch.int32, device=device)
+        """The slots, for kernels: right for what is in use, and where no record is."""
+        self._moved: list[list[Places]] = [[] for _ in range(shape.num_layers)]
+        """By layer, records that got slots of which the mirror does not know yet."""
+        self._num_heads = shape.num_kv_heads
         self._downloads: list[Mark] = [None] * shape.num_layers
         """The last download of each layer."""
         self._largest_use = 0
 
-    def exists(self, layer: int, pages: PageRange) -> Wanted:
+    def exists(self, layer: int, pages: PageRange) -> npt.NDArray[np.bool_]:
         here = slice(pages.first, pages.end)
-        return (self._slots[layer, here] != NO_SLOT) | (self._host_slots[layer, here] != NO_SLOT)
+        exists: npt.NDArray[np.bool_] = (self._slots[layer, here] != NO_SLOT) | (
+            self._host_slots[layer, here] != NO_SLOT
+        )
+        return exists
+
+    def lacking(self, layer: int, pages: PageRange, wanted: Wanted) -> Wanted:
+        here = self._places(pages, wanted)
+        return wanted[(_row(self._slots, layer)[here] == NO_SLOT) & (_row(self._host_slots, layer)[here] == NO_SLOT)]
 
     def add(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> None:
-        here = slice(pages.first, pages.end)
-        new = np.ones_like(self._changed[layer, here]) if wanted is None else wanted
-        assert not (self.exists(layer, pages) & new).any(), "a record is made once"
-        slots, marks = self._take(layer, int(new.sum()))
+        here = self._places(pages, wanted)
+        for table in (self._slots, self._host_slots):
+            assert (_row(table, layer)[here] == NO_SLOT).all(), "a record is made once"
+        slots, marks = self._take(layer, len(here))
         self._mover.wait(marks)
-        self._in_use[layer].append((here, new))
-        self._slots[layer, here][new] = slots
-        self._changed[layer, here][new] = True
+        self._in_use[layer].append(here)
+        self._put(layer, here, slots)
+        self._least_worth[layer].note(here)
+        _row(self._changed, layer)[here] = True
 
     def clear(self, layer: int, pages: PageRange, wanted: Wanted) -> None:
-        slots = self._slots[layer, pages.first : pages.end][wanted]
+        slots = _row(self._slots, layer)[self._places(pages, wanted)]
         self.pool.storage.index_fill_(0, self._mover.to_device(slots).long(), 0)
 
     def use(self, layer: int, *ranges: PageRange, wanted: WantedLater | None = None, write: bool = False) -> Tensor:
         assert wanted is None or len(ranges) == 1
-        # Where nothing is away, nobody has to wait to know what is wanted.
-        chosen = wanted() if wanted and (write or self._away[layer]) else None
-        # Before anything is brought: what is used must not give way to it.
-        self._in_use[layer] += [(slice(pages.first, pages.end), chosen) for pages in ranges]
-        arrival, slots_nG = self._uploads_seen, []
-        for pages in ranges:
-            here = slice(pages.first, pages.end)
-            missing = self._missing(layer, pages, chosen)
-            if missing.any():
-                self._bring(layer, pages, missing)
-            slots = self._slots[layer, here]
-            used = slots != NO_SLOT if chosen is None else chosen & (slots != NO_SLOT)
-            expected = self._expected[layer, here]
-            expected -= used & (expected > 0)
-            self._changed[layer, here] |= used & write
-            arrival = max(arrival, self._latest(layer, here, used))
-            slots_nG.append(np.where(used, slots, NO_SLOT))
+        if wanted is not None and not write and not self._away[layer]:
+            arrival = self._use_any(layer, ranges[0])  # everything is here: nobody waits to know what is wanted
+        else:
+            arrival = self._use(layer, [self._places(pages, wanted and wanted()) for pages in ranges], write)
+        slots_GN = self._slots_for_kernels(layer, ranges)  # while the mover's thread has uploads to start
         self._wait_for(arrival)
-        return self._mover.to_device(np.ascontiguousarray(np.concatenate(slots_nG).T))
+        return slots_GN
 
     def expect(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> bool:
         """Start to bring what a later use will miss.
@@ -123,19 +133,22 @@ class TieredPages:
         Returns:
             False where free slots are too few for now.
         """
-        missing = self._missing(layer, pages, wanted)
-        if len(self._free) - int(missing.sum()) < self._largest_use:
+        here = self._places(pages, wanted)
+        missing = self._missing(layer, here)
+        if len(self._free) - len(missing) < self._largest_use:
             return False
-        if missing.any():
-            self._bring(layer, pages, missing)
-        here = slice(pages.first, pages.end)
-        present = self._slots[layer, here] != NO_SLOT
-        self._expected[layer, here] += present if wanted is None else present & wanted
+        if len(missing):
+            self._bring(layer, missing)
+            self._least_worth[layer].note(missing)
+        _row(self._expected, layer)[here] += _row(self._slots, layer)[here] != NO_SLOT
+        self._layers_expected.add(layer)
         return True
 
     def forget_expected(self) -> None:
         """Nothing is expected any more: what was brought for uses that never came may leave."""
-        self._expected[...] = 0
+        for layer in self._layers_expected:
+            self._expected[layer] = 0
+        self._layers_expected.clear()
 
     def settle(self, layer: int) -> None:
         self._in_use[layer].clear()
@@ -146,33 +159,82 @@ class TieredPages:
         slots, host_slots = self._slots[layer, here], self._host_slots[layer, here]
         present = slots != NO_SLOT
         # Nobody may write to a slot, or into the host's copy, under an upload that was never waited for.
-        self._wait_for(self._latest(layer, here, present))
+        self._wait_for(int(self._arrivals[layer, here].max(initial=0, where=present)))
         self._free.give(slots[present], (self._mover.now(),))
         self._resident[layer] -= int(present.sum())
         self._away[layer] -= int((~present & (host_slots != NO_SLOT)).sum())
         self._host.free(host_slots[host_slots != NO_SLOT])
-        slots[...], host_slots[...] = NO_SLOT, NO_SLOT
+        slots[...], host_slots[...], self._mirror[layer, here] = NO_SLOT, NO_SLOT, NO_SLOT
         self._changed[layer, here] = False
         self._expected[layer, here] = 0
 
-    def _missing(self, layer: int, pages: PageRange, wanted: Wanted | None) -> Wanted:
-        here = slice(pages.first, pages.end)
-        missing = (self._slots[layer, here] == NO_SLOT) & (self._host_slots[layer, here] != NO_SLOT)
-        return missing if wanted is None else missing & wanted
+    def _places(self, pages: PageRange, wanted: Wanted | None) -> Places:
+        first = pages.first * self._num_heads
+        return np.arange(first, pages.end * self._num_heads) if wanted is None else wanted.astype(np.int64) + first
 
-    def _bring(self, layer: int, pages: PageRange, missing: Wanted) -> None:
+    def _use(self, layer: int, uses: list[Places], write: bool) -> int:
+        """Have these records on the device. Returns the upload that has to be waited for, 0 where there is none."""
+        # Before anything is brought: what is used must not give way to it.
+        self._in_use[layer] += uses
+        slots, expected, arrival = _row(self._slots, layer), _row(self._expected, layer), 0
+        for here in uses:
+            missing = self._missing(layer, here)
+            if len(missing):
+                self._bring(layer, missing)
+            used = here[slots[here] != NO_SLOT]
+            expected[used] -= expected[used] > 0
+            if write:
+                _row(self._changed, layer)[used] = True
+            if self._num_uploads > self._uploads_seen:
+                arrival = max(arrival, int(_row(self._arrivals, layer)[used].max(initial=0)))
+            self._least_worth[layer].note(used)
+        return arrival
+
+    def _use_any(self, layer: int, pages: PageRange) -> int:
+        """The same for some of these records, all of which the device has."""
         here = slice(pages.first, pages.end)
-        slots, marks = self._take(layer, int(missing.sum()))
+        self._in_use[layer].append(slice(pages.first * self._num_heads, pages.end * self._num_heads))
+        if layer in self._layers_expected:
+            expected = self._expected[layer, here]
+            expected -= expected > 0
+        self._least_worth[layer].forget()
+        unseen = self._num_uploads > self._uploads_seen
+        return int(self._arrivals[layer, here].max(initial=0)) if unseen else 0
+
+    def _slots_for_kernels(self, layer: int, ranges: Iterable[PageRange]) -> Tensor:
+        """int32 ``[G, n]``, as the mirror has them once it knows what has moved."""
+        if self._moved[layer]:
+            moved = np.concatenate(self._moved[layer])
+            self._moved[layer].clear()
+            where, slots = self._mover.to_device(np.stack([moved, _row(self._slots, layer)[moved]]).astype(np.int32))
+            self._mirror[layer].view(-1).index_copy_(0, where.long(), slots)
+        parts = [self._mirror[layer, pages.first : pages.end] for pages in ranges]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).t().contiguous()
+
+    def _missing(self, layer: int, here: Places) -> Places:
+        """Those that only the host has."""
+        if not self._away[layer]:
+            return here[:0]
+        lacking = here[_row(self._slots, layer)[here] == NO_SLOT]
+        return lacking[_row(self._host_slots, layer)[lacking] != NO_SLOT]
+
+    def _bring(self, layer: int, missing: Places) -> None:
+        slots, marks = self._take(layer, len(missing))
         self._num_uploads += 1
         self._uploads[self._num_uploads] = self._mover.upload(
-            self._host.addresses(self._host_slots[layer, here][missing]),
+            self._host.addresses(_row(self._host_slots, layer)[missing]),
             self._device_addresses(slots),
             self._record_bytes,
             after=(*marks, self._downloads[layer]),
         )
-        self._slots[layer, here][missing] = slots
-        self._arrivals[layer, here][missing] = self._num_uploads
+        self._put(layer, missing, slots)
+        _row(self._arrivals, layer)[missing] = self._num_uploads
         self._away[layer] -= len(slots)
+
+    def _put(self, layer: int, here: Places, slots: npt.NDArray[np.int32]) -> None:
+        """Records get slots."""
+        _row(self._slots, layer)[here] = slots
+        self._moved[layer].append(here)
 
     def _take(self, layer: int, count: int) -> tuple[npt.NDArray[np.int32], list[Mark]]:
         """Free slots for a layer; what others have ahead of time goes back where there are too few."""
@@ -198,50 +260,45 @@ class TieredPages:
         excess = self._resident[layer] - self._quotas[layer]
         if excess <= 0:
             return
-        slots, expected = self._slots[layer].reshape(-1), self._expected[layer].reshape(-1)
-        here = self._least_worth(layer, np.flatnonzero(slots != NO_SLOT), excess)
-        self._leave(layer, here[expected[here] == 0] if keep_expected else here)
+        here = self._least_worth[layer].find(
+            excess, _row(self._slots, layer), lambda places: self._worth(layer, places)
+        )
+        self._leave(layer, here[_row(self._expected, layer)[here] == 0] if keep_expected else here)
 
     def _give_way(self, layer: int, count: int) -> None:
         """So many of a layer's own records leave, among those that it does not use now: brought ahead of time, or for a
         use that never came."""
-        idle = self._slots[layer] != NO_SLOT
-        for here, chosen in self._in_use[layer]:
-            idle[here] &= False if chosen is None else ~chosen
-        self._leave(layer, self._least_worth(layer, np.flatnonzero(idle), count))
+        idle = _row(self._slots, layer) != NO_SLOT
+        for here in self._in_use[layer]:
+            idle[here] = False
+        places = np.flatnonzero(idle)
+        self._leave(layer, places[least(self._worth(layer, places), count)])
 
-    def _least_worth(self, layer: int, here: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-        if len(here) > count:
-            worth = self._worth(layer).reshape(-1)[here]
-            here = here[np.argpartition(worth, count - 1)[:count]]
-            here.sort()  # neighbours are copied together
-        return here
-
-    def _leave(self, layer: int, here: npt.NDArray[np.int64]) -> None:
+    def _leave(self, layer: int, here: Places) -> None:
         """These records leave the device."""
-        slots = self._slots[layer].reshape(-1)
+        slots = _row(self._slots, layer)
         now = self._mover.now()
-        changed = self._changed[layer].reshape(-1)[here]
+        changed = _row(self._changed, layer)[here]
         kept_by_host, only_here = here[~changed], here[changed]
         self._give_back(layer, kept_by_host, now)
         slots[kept_by_host] = NO_SLOT  # before host memory is looked for: what has left is not on the device as well
         self._save(layer, only_here, now)
         slots[only_here] = NO_SLOT
-        self._expected[layer].reshape(-1)[here] = 0
+        _row(self._expected, layer)[here] = 0
         self._resident[layer] -= len(here)
         self._away[layer] += len(here)
 
-    def _give_back(self, layer: int, here: npt.NDArray[np.int64], now: Mark) -> None:
+    def _give_back(self, layer: int, here: Places, now: Mark) -> None:
         """Slots of records that the host has, too. An upload that was not waited for may still be writing to them."""
-        arrival = int(self._arrivals[layer].reshape(-1)[here].max(initial=0))
+        arrival = int(_row(self._arrivals, layer)[here].max(initial=0))
         marks = (now, self._uploads[arrival]) if arrival > self._uploads_seen else (now,)
-        self._free.give(self._slots[layer].reshape(-1)[here], marks)
+        self._free.give(_row(self._slots, layer)[here], marks)
 
-    def _save(self, layer: int, here: npt.NDArray[np.int64], now: Mark) -> None:
+    def _save(self, layer: int, here: Places, now: Mark) -> None:
         """Copy records to the host; their slots are free behind it."""
         if not len(here):
             return
-        slots, host_slots = self._slots[layer].reshape(-1)[here], self._host_slots[layer].reshape(-1)
+        slots, host_slots = _row(self._slots, layer)[here], _row(self._host_slots, layer)
         new = here[host_slots[here] == NO_SLOT]
         host_slots[new] = self._host_room(len(new))
         saved = self._mover.download(
@@ -249,7 +306,7 @@ class TieredPages:
         )
         self._downloads[layer] = saved
         self._free.give(slots, (saved,))
-        self._changed[layer].reshape(-1)[here] = False
+        _row(self._changed, layer)[here] = False
 
     def _host_room(self, count: int) -> npt.NDArray[np.int64]:
         """Host slots; where host memory runs out, of records that the device has as well."""
@@ -268,15 +325,14 @@ class TieredPages:
     def _device_addresses(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         return self.pool.storage.data_ptr() + slots.astype(np.int64) * self._record_bytes
 
-    def _latest(self, layer: int, here: slice, records: Wanted) -> int:
-        """Number of the last upload among those of some records, as far as one was not waited for."""
-        if self._num_uploads == self._uploads_seen:
-            return 0
-        return int((self._arrivals[layer, here] * records).max(initial=0))
-
     def _wait_for(self, arrival: int) -> None:
         if arrival > self._uploads_seen:
             self._mover.wait((self._uploads[arrival],))
             for number in range(self._uploads_seen + 1, arrival + 1):
                 del self._uploads[number]
             self._uploads_seen = arrival
+
+
+def _row(table: npt.NDArray[_Number], layer: int) -> npt.NDArray[_Number]:
+    """A layer of a table ``[L, N, G]``, laid out in a row; a view."""
+    return table[layer].reshape(-1)

@@ -285,7 +285,8 @@ def test_only_selected_pages_get_a_gradient(model: nn.Module) -> None:
             for layer in range(3) if run.phase == "backward" else ():
                 for kind, at_layer, pages, wanted in run.touched:
                     if (kind, at_layer) == ("gradients", layer) and pages != run.chunk.own_pages:
-                        used[layer, pages.first : pages.end] |= True if wanted is None else wanted
+                        here = used[layer, pages.first : pages.end].reshape(-1)
+                        here[... if wanted is None else wanted] = True
         used[:, chunk.own_pages.end :] = False
         assert (there == used).all()
         found.append((int(used.sum()), 2 * 3 * chunk.own_pages.end))

@@ -14,7 +14,7 @@ import torch
 
 from oomb_accel.foresight import Foresight, Phase
 from oomb_accel.memory import StreamMemory
-from oomb_accel.pages import Kind, Need, PagedKVCache, TieredPages, Wanted
+from oomb_accel.pages import Kind, Need, PagedKVCache, Places, TieredPages, Wanted, Worths
 from oomb_accel.schedule import Chunk, PageRange
 
 
@@ -47,7 +47,8 @@ class Run:
         used = np.zeros(size, bool)
         for at_kind, at_layer, pages, wanted in self.touched:
             if (at_kind, at_layer) == (kind, layer):
-                used[pages.first : pages.end] |= True if wanted is None else wanted
+                here = used[pages.first : pages.end].reshape(-1)
+                here[... if wanted is None else wanted] = True
         return used
 
 
@@ -55,7 +56,7 @@ class Run:
 def recorded_runs() -> Iterator[list[Run]]:
     """Every run of a step inside that keeps pages in host memory."""
     runs: list[Run] = []
-    begin, bring_next, worth = StreamMemory.begin, PagedKVCache._bring_next, Foresight.worth
+    begin, passed, worth = StreamMemory.begin, PagedKVCache._passed, Foresight.worth
     foretell, bring, expect = Foresight.begin, TieredPages._bring, TieredPages.expect
     wanted_now: list[Wanted | None] = [None]
     ahead = [False]
@@ -66,19 +67,19 @@ def recorded_runs() -> Iterator[list[Run]]:
 
     def foretell_(self: Foresight, chunk: Chunk, phase: Phase) -> list[Need]:
         needs = foretell(self, chunk, phase)
-        runs[-1].foretold, runs[-1].num_own = needs, len(self._needs(chunk, phase, 0))
+        runs[-1].foretold, runs[-1].num_own = needs, len(list(self._needs(chunk, phase, 0)))
         return needs
 
-    def bring_next_(self: PagedKVCache, kind: Kind, layer: int, *ranges: PageRange) -> None:
+    def passed_(self: PagedKVCache, kind: Kind, layer: int, *ranges: PageRange) -> None:
         for pages in filter(len, ranges):
             runs[-1].uses.append((kind, layer, pages))
             runs[-1].touched.append((kind, layer, pages, wanted_now[0]))
-        bring_next(self, kind, layer, *ranges)
+        passed(self, kind, layer, *ranges)
 
-    def worth_(self: Foresight, kind: Kind, layer: int) -> npt.NDArray[np.float32]:
-        told = worth(self, kind, layer)
-        runs[-1].worths[kind, layer] = told.copy()
-        return told
+    def worth_(self: Foresight, kind: Kind, layer: int, places: Places) -> Worths:
+        everything = np.arange(self._num_records)
+        runs[-1].worths[kind, layer] = worth(self, kind, layer, everything).reshape(-1, self._num_heads)
+        return worth(self, kind, layer, places)
 
     def expect_(self: TieredPages, *arguments: Any) -> bool:
         ahead[0] = True
@@ -87,9 +88,9 @@ def recorded_runs() -> Iterator[list[Run]]:
         finally:
             ahead[0] = False
 
-    def bring_(self: TieredPages, layer: int, pages: PageRange, missing: Wanted) -> None:
-        runs[-1].uploads["ahead" if ahead[0] else "late"] += int(missing.sum())
-        bring(self, layer, pages, missing)
+    def bring_(self: TieredPages, layer: int, missing: Places) -> None:
+        runs[-1].uploads["ahead" if ahead[0] else "late"] += len(missing)
+        bring(self, layer, missing)
 
     def with_slots(name: str) -> Any:
         original = getattr(PagedKVCache, name)
@@ -109,7 +110,7 @@ def recorded_runs() -> Iterator[list[Run]]:
             (StreamMemory, "begin", begin_),
             (Foresight, "begin", foretell_),
             (Foresight, "worth", worth_),
-            (PagedKVCache, "_bring_next", bring_next_),
+            (PagedKVCache, "_passed", passed_),
             (TieredPages, "expect", expect_),
             (TieredPages, "_bring", bring_),
         ):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -63,9 +64,13 @@ def filled(plan: ChunkSchedule, dtype: torch.dtype = torch.float32) -> tuple[Pag
     return cache, k, v
 
 
+def places(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    return np.flatnonzero(mask).astype(np.int32)
+
+
 def all_of(pages: PageRange) -> WantedLater:
     """Every record of these pages."""
-    return lambda: np.ones((len(pages), HEADS), bool)
+    return lambda: np.arange(len(pages) * HEADS, dtype=np.int32)
 
 
 def gradient_slots(cache: PagedKVCache, pages: PageRange) -> Tensor:
@@ -194,12 +199,12 @@ def test_only_what_is_wanted_gets_a_gradient() -> None:
     plan = schedule(50)
     cache = PagedKVCache(shape(), plan, CPU)
     pages, wanted = PageRange(1, 4), np.array([[True, False], [False, False], [True, True]])
-    slots = cache.gradient_slots(SPARSE, pages, lambda: wanted)
+    slots = cache.gradient_slots(SPARSE, pages, lambda: places(wanted))
     assert (slots.T.numpy()[wanted] >= 0).all() and len(set(slots.T.numpy()[wanted].tolist())) == 3
     gradients = cache._gradients
     assert gradients is not None and (gradients.exists(SPARSE, pages) == wanted).all()
     cache.gradient_pool[slots.T[torch.from_numpy(wanted)].long()] += 1  # as a kernel does
-    again = cache.gradient_slots(SPARSE, PageRange(1, 3), lambda: ~wanted[:2])
+    again = cache.gradient_slots(SPARSE, PageRange(1, 3), lambda: places(~wanted[:2]))
     cache.gradient_pool[again.T[torch.from_numpy(~wanted[:2])].long()] += 2
     per_page = torch.tensor([[0, 1, 2, 1], [0, 2, 2, 1]], dtype=torch.float32)
     assert_same_bits(
@@ -212,7 +217,7 @@ def test_adding_to_pages_of_which_some_heads_have_gradients() -> None:
     plan = schedule(50)
     cache = PagedKVCache(shape(), plan, CPU)
     wanted = np.array([[False, True], [False, False]])
-    slots = cache.gradient_slots(SPARSE, PageRange(1, 3), lambda: wanted)
+    slots = cache.gradient_slots(SPARSE, PageRange(1, 3), lambda: places(wanted))
     cache.gradient_pool[slots[1, 0].long()] += 1
     cache.add_gradients(SPARSE, PageRange(0, 3), *torch.full((2, HEADS, 3 * PAGE, DIM), 4.0).unbind(0), seed=0)
     per_page = torch.tensor([[4, 4, 4, 0], [4, 5, 4, 0]], dtype=torch.float32)

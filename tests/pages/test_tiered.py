@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from oomb_accel.pages import DeviceRoom, PageShape, TieredPages, Wanted
+from oomb_accel.pages import DeviceRoom, PageShape, TieredPages
 from oomb_accel.pages.table import NO_SLOT
 from oomb_accel.schedule import PageRange
 from tests.harness.late import Addresses, LateMover
@@ -31,16 +32,22 @@ Key: TypeAlias = tuple[int, int, int]
 RANGES = st.tuples(st.integers(0, PAGES - 1), st.integers(1, AT_ONCE)).map(
     lambda pair: PageRange(pair[0], min(PAGES, pair[0] + pair[1]))
 )
+Mask: TypeAlias = npt.NDArray[np.bool_]
+"""Records of a range of pages, ``[n, G]``."""
 MASKS = st.lists(st.booleans(), min_size=AT_ONCE * HEADS, max_size=AT_ONCE * HEADS)
 
 
-def masked(pages: PageRange, mask: list[bool] | None) -> Wanted:
+def masked(pages: PageRange, mask: list[bool] | None) -> Mask:
     """Which records of these pages."""
     whole = np.ones(AT_ONCE * HEADS, bool) if mask is None else np.array(mask)
     return whole[: len(pages) * HEADS].reshape(len(pages), HEADS)
 
 
-def keys(layer: int, pages: PageRange, wanted: Wanted) -> list[Key]:
+def places(mask: Mask) -> npt.NDArray[np.int32]:
+    return np.flatnonzero(mask).astype(np.int32)
+
+
+def keys(layer: int, pages: PageRange, wanted: Mask) -> list[Key]:
     return [(layer, pages.first + int(page), int(head)) for page, head in np.argwhere(wanted)]
 
 
@@ -76,7 +83,7 @@ class Tiers(RuleBasedStateMachine):
             torch.device("cpu"),
             self.store,
             self.mover,
-            lambda layer: self.worths[layer],
+            lambda layer, places: self.worths[layer].reshape(-1)[places],
         )
         self.contents: dict[Key, float] = {}
         self.unsaved: set[Key] = set()
@@ -88,18 +95,20 @@ class Tiers(RuleBasedStateMachine):
     @rule(pages=RANGES, mask=MASKS, by_kernel=st.booleans())
     def add(self, pages: PageRange, mask: list[bool], by_kernel: bool) -> None:
         exists = self.records.exists(self.layer, pages)
+        some = masked(pages, mask)
+        assert self.records.lacking(self.layer, pages, places(some)).tolist() == places(some & ~exists).tolist()
         new = masked(pages, mask) & ~exists
         chosen = keys(self.layer, pages, new)
         if not chosen or not self.takes(chosen):
             return
-        self.records.add(self.layer, pages, new)
+        self.records.add(self.layer, pages, places(new))
         if by_kernel:
-            slots = self.records.use(self.layer, pages, wanted=lambda: new, write=True)
+            slots = self.records.use(self.layer, pages, wanted=lambda: places(new), write=True)
             self.write(slots, pages, new)
         else:
             while self.mover.is_computing:  # it fills the slots at once, so everything before must be over
                 self.mover.synchronize()
-            self.records.clear(self.layer, pages, new)
+            self.records.clear(self.layer, pages, places(new))
             self.contents |= dict.fromkeys(chosen, 0.0)
         self.unsaved |= set(chosen)
 
@@ -115,7 +124,7 @@ class Tiers(RuleBasedStateMachine):
             assert slots.shape == (HEADS, len(ranges) * len(pages))
             slots = slots[:, -len(pages) :]
         else:
-            slots = self.records.use(self.layer, pages, wanted=lambda: wanted, write=write)
+            slots = self.records.use(self.layer, pages, wanted=lambda: places(wanted), write=write)
         assert slots.dtype == torch.int32 and (twice or slots.is_contiguous())
         for layer, page, head in keys(self.layer, pages, wanted):
             slot = int(slots[head, page - pages.first])
@@ -143,7 +152,7 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(layer=st.integers(0, LAYERS - 1), pages=RANGES, mask=st.none() | MASKS)
     def expect(self, layer: int, pages: PageRange, mask: list[bool] | None) -> None:
-        wanted = None if mask is None else masked(pages, mask)
+        wanted = None if mask is None else places(masked(pages, mask))
         if self.records.expect(layer, pages, wanted):
             there = [key for key in keys(layer, pages, masked(pages, mask)) if key in self.contents]
             assert all(self.records._slots[key] != NO_SLOT for key in there), "what is expected is on its way"
@@ -207,7 +216,7 @@ class Tiers(RuleBasedStateMachine):
         self.in_use = in_use
         return True
 
-    def write(self, slots: Tensor, pages: PageRange, wanted: Wanted) -> None:
+    def write(self, slots: Tensor, pages: PageRange, wanted: Mask) -> None:
         """A kernel that fills these records."""
         for layer, page, head in keys(self.layer, pages, wanted):
             self.number += 1

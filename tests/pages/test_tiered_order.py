@@ -17,7 +17,7 @@ from tests.harness.slabs import plain_store
 LAYERS, PAGES = 2, 8
 SHAPE = PageShape(LAYERS, num_kv_heads=1, head_dim=1, page_tokens=1, grad_dtype=torch.float32, windows=(None,) * 2)
 RECORD_BYTES = SHAPE.slot_bytes(torch.float32)
-ALL = np.ones((1, 1), bool)
+ALL = np.zeros(1, np.int32)
 
 
 class Bench:
@@ -28,7 +28,7 @@ class Bench:
     ) -> None:
         self.mover = LateMover(seed=0, haste=0.0)
         self.store = store or plain_store(RECORD_BYTES)
-        worths = np.array(worth or range(PAGES, 0, -1), np.float32)[:, None]
+        worths = np.array(worth or range(PAGES, 0, -1), np.float32)
         self.records = TieredPages(
             SHAPE,
             PAGES,
@@ -37,7 +37,7 @@ class Bench:
             torch.device("cpu"),
             self.store,
             self.mover,
-            lambda layer: worths,
+            lambda layer, places: worths[places],
         )
 
     def write(self, layer: int, page: int, value: float) -> None:
@@ -277,7 +277,7 @@ def nearly_full(most_slabs: int) -> Bench:
         bench.records.settle(0)
     bench.mover.synchronize()
     assert bench.on_device(0) == [0, 1] and bench.store.num_records == 2
-    bench.records._worth = lambda layer: np.arange(PAGES, dtype=np.float32)[:, None]  # from now on the last ones stay
+    bench.records._worth = lambda layer, places: places.astype(np.float32)  # from now on the last ones stay
     return bench
 
 
@@ -304,7 +304,7 @@ def test_what_was_dropped_is_written_again_when_it_leaves() -> None:
         bench.read(0, page)
         bench.records.settle(0)
     bench.records.free(0, PageRange(0, 1))
-    bench.records._worth = lambda layer: np.arange(PAGES, 0, -1, dtype=np.float32)[:, None]
+    bench.records._worth = lambda layer, places: -places.astype(np.float32)
     bench.read(0, 1)
     bench.records.settle(0)
     bench.mover.synchronize()
@@ -317,7 +317,7 @@ def test_what_was_dropped_is_written_again_when_it_leaves() -> None:
 def test_what_leaves_at_the_same_time_keeps_its_place_on_the_host() -> None:
     """0 has to be saved where there is no room, and 2, which the host has, leaves with it: 3 gives up its place."""
     bench = nearly_full(most_slabs=2)
-    bench.records._worth = lambda layer: np.array([0, 3, 1, 4, 0, 0, 0, 0], np.float32)[:, None]
+    bench.records._worth = lambda layer, places: np.array([0, 3, 1, 4, 0, 0, 0, 0], np.float32)[places]
     for page in (2, 3):
         bench.read(0, page)
     bench.records.settle(0)
