@@ -30,6 +30,7 @@ from oomb_accel.integrations.support import (
 )
 from oomb_accel.integrations.trl import FUSED_HEAD_KEYWORD, FusedHeadOutput, TargetStatistics, check_fused_head
 from oomb_accel.integrations.versions import check_versions
+from oomb_accel.integrations.zero3_release import released_after_use
 from oomb_accel.loss import target_log_probs
 from oomb_accel.memory import StreamMemory
 from oomb_accel.pages import PagedKVCache
@@ -257,6 +258,7 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
         with (
             torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False),
             _without_input_casts(lora_layers if enabled else ()),
+            released_after_use(state.model),
         ):
             yield
 
