@@ -249,6 +249,7 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
 
     # PEFT's input casts must be the same in a checkpoint's recompute, which runs outside of the pass.
     lora_layers = () if any(m.gradient_checkpointing and m.training for m in state.checkpointed) else state.lora_layers
+    released = released_after_use(state.model)
 
     @contextmanager
     def modes() -> Iterator[None]:
@@ -258,7 +259,7 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
         with (
             torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False),
             _without_input_casts(lora_layers if enabled else ()),
-            released_after_use(state.model),
+            released(),
         ):
             yield
 

@@ -13,7 +13,7 @@ Both gather again in the backward, by DeepSpeed's hooks before each layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +24,16 @@ from torch import Tensor, nn
 from oomb_accel.integrations.agreement import is_partitioned
 
 
-@contextmanager
-def released_after_use(model: nn.Module) -> Iterator[None]:
-    """Around the forward of a pass, not its backward. Does nothing where ZeRO 3 holds no parameter in parts."""
+def released_after_use(model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+    """What to enter around the forward of a pass, not its backward. It does nothing where no parameter is in parts."""
     if not is_partitioned(model):
-        yield
-        return
-    with _no_checkpoint(), _views_read_again() if _has_stacks(model) else nullcontext():
+        return nullcontext
+    return _views_and_no_checkpoint if _has_stacks(model) else _no_checkpoint
+
+
+@contextmanager
+def _views_and_no_checkpoint() -> Iterator[None]:
+    with _views_read_again(), _no_checkpoint():
         yield
 
 
