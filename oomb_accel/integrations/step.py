@@ -30,6 +30,7 @@ from oomb_accel.integrations.support import (
 )
 from oomb_accel.integrations.trl import FUSED_HEAD_KEYWORD, FusedHeadOutput, TargetStatistics, check_fused_head
 from oomb_accel.integrations.versions import check_versions
+from oomb_accel.integrations.zero3_release import released_after_use
 from oomb_accel.loss import target_log_probs
 from oomb_accel.memory import StreamMemory
 from oomb_accel.pages import PagedKVCache
@@ -244,6 +245,7 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
 
     # PEFT's input casts must be the same in a checkpoint's recompute, which runs outside of the pass.
     lora_layers = () if any(m.gradient_checkpointing and m.training for m in state.checkpointed) else state.lora_layers
+    released = released_after_use(state.model)
 
     @contextmanager
     def modes() -> Iterator[None]:
@@ -253,6 +255,7 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
         with (
             torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False),
             _without_input_casts(lora_layers if enabled else ()),
+            released(),
         ):
             yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oomb_accel.config import OombConfig
+from oomb_accel.plan.sizes import gathered_numbers
 from oomb_kernels import FLOAT8, check_float8, check_page_kernels
 
 SUPPORTED_MODEL_TYPES = frozenset(
@@ -33,8 +35,6 @@ SUPPORTED_MODEL_TYPES = frozenset(
 """Model types whose parity with full attention is tested in this repository."""
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-_ZERO3_LIVE_PARAMETERS = 10**9
-"""DeepSpeed's default of ``stage3_max_live_parameters``."""
 _ATTENDS_TO_EVERYTHING = frozenset({"full_attention"})
 _ATTENDS_IN_WINDOW = frozenset({"sliding_attention"})
 
@@ -225,8 +225,11 @@ def whole_numel(parameter: Any) -> int:
 def gathered_bytes(model: nn.Module) -> int:
     """Device bytes that gathered parameters may take at once under ZeRO 3; 0 otherwise."""
     partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
-    live = min(sum(map(whole_numel, partitioned)), _ZERO3_LIVE_PARAMETERS)
-    return live * max((p.element_size() for p in partitioned), default=0)
+    units: Counter[int] = Counter()  # those of a leaf come together, see `zero3_layers`
+    for parameter in partitioned:
+        units[id(getattr(parameter, "ds_z3_leaf_module", parameter))] += whole_numel(parameter)
+    numbers = gathered_numbers(units.total(), max(units.values(), default=0))
+    return numbers * max((p.element_size() for p in partitioned), default=0)
 
 
 def checkpointed_modules(base: PreTrainedModel) -> tuple[nn.Module, ...]:

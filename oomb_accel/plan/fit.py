@@ -129,7 +129,7 @@ def _for_large_models(job: Job) -> str:
         return "Train adapters (lora_r: 16), put the optimizer on the host (ZeRO 2 or 3), or take more GPUs."
     if job.zero_stage != 3:
         return "Divide it among GPUs (ZeRO 3), or take a GPU with more memory."
-    return "Take GPUs with more memory: the graph of a chunk holds all weights, however they are divided."
+    return "Divide it among more GPUs, or take GPUs with more memory."
 
 
 def largest_tokens(job: Job) -> int:

@@ -8,7 +8,15 @@ from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
 from oomb_accel.plan.pages import PageDemand, page_demand
 from oomb_accel.plan.pools import MemoryPlan, plan_memory
-from oomb_accel.plan.sizes import DTYPE_BYTES, host_margin, in_slabs, output_bytes, page_backward_bytes, slab_bytes_for
+from oomb_accel.plan.sizes import (
+    DTYPE_BYTES,
+    gathered_numbers,
+    host_margin,
+    in_slabs,
+    output_bytes,
+    page_backward_bytes,
+    slab_bytes_for,
+)
 from oomb_accel.schedule import ChunkSchedule
 
 _ADAM_BYTES = 8
@@ -219,12 +227,13 @@ def _training_state(job: Job) -> dict[str, int]:
         if job.zero_stage == 3:
             grad_bytes = 4 if job.reduce_per_chunk else 2
             buckets = rates.ZERO3_BUCKET_BYTES + grad_bytes * trained // ranks
+    gathered = gathered_numbers(total, max(job.model.layer_weights, job.model.head_weights))
     weights = itemsize * total + of_adapters
     if itemsize == 4:
         weights += 2 * total  # autocast's copies
     return {
         "weights": weights // ranks if job.is_sharded else weights,
-        "gathered weights": weights if job.is_sharded else 0,  # the graph of a chunk holds them
+        "gathered weights": itemsize * gathered if job.is_sharded else 0,
         "optimizer": optimizer,
         "gradient buckets": buckets,
     }

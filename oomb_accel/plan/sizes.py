@@ -25,6 +25,20 @@ PART_TOKENS = 16
 """Tokens with one mean key. Longer runs hide short passages, shorter ones draw selection to single odd keys, see
 docs/sparsity.md."""
 
+_ZERO3_LIVE_NUMBERS = 10**9
+"""DeepSpeed's default of ``stage3_max_live_parameters`` and ``stage3_max_reuse_distance``."""
+
+
+def gathered_numbers(total: int, largest: int) -> int:
+    """Most numbers of gathered weights that ZeRO 3 holds at once: twice the largest unit, which arrives in one buffer
+    and is copied out of it; or what DeepSpeed keeps because it is wanted again soon.
+
+    Args:
+        total: numbers in all weights.
+        largest: in the largest of what is gathered at once: a decoder layer, the embeddings, the head.
+    """
+    return min(2 * total, max(2 * largest, _ZERO3_LIVE_NUMBERS))
+
 
 def host_margin(total_bytes: int) -> int:
     """Bytes of a host's memory that are left to everybody else: a part of it, up to a few GiB."""

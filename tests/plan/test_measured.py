@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from oomb_accel.plan import Estimate, Job, estimate, rates, read_shape
+from oomb_accel.plan import Estimate, Job, estimate, memory, rates, read_shape
 from oomb_accel.plan.sizes import GIB
 
 ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "measured.json").read_text(encoding="utf-8"))["rows"]
@@ -20,6 +20,8 @@ def estimated(row: dict[str, Any]) -> Estimate:
     """By the code of the row."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rates, "LOGIT_COPIES", row.get("logit_copies", rates.LOGIT_COPIES))
+        if row.get("whole_model_gathered"):
+            patch.setattr(memory, "gathered_numbers", lambda total, largest: total)
         return estimate(Job(model=read_shape(row["model"]), tokens=row["tokens"], **row["job"]))
 
 
