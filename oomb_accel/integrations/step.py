@@ -16,6 +16,7 @@ from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.agreement import agree_on_passes, is_partitioned, num_ranks, refusing_together
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.auto import choose_settings
+from oomb_accel.integrations.fused_lora import fused_lora
 from oomb_accel.integrations.outputs import OombOutput
 from oomb_accel.integrations.rope import check_length
 from oomb_accel.integrations.step_memory import divide_pages, stream_memory
@@ -243,7 +244,7 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
     enabled = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type)
 
-    # PEFT's input casts must be the same in a checkpoint's recompute, which runs outside of the pass.
+    # PEFT's layers must run alike in a checkpoint's recompute, which is outside of the pass.
     lora_layers = () if any(m.gradient_checkpointing and m.training for m in state.checkpointed) else state.lora_layers
     released = released_after_use(state.model)
 
@@ -256,6 +257,7 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
             torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False),
             _without_input_casts(lora_layers if enabled else ()),
             released(),
+            fused_lora(lora_layers),
         ):
             yield
 

@@ -1,0 +1,152 @@
+"""LoRA layers run fused inside of a pass: PEFT's values and gradients, and PEFT itself wherever they would differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from oomb_accel.integrations.fused_lora import fused_lora
+
+
+class Block(nn.Module):
+    """A layer with a bias and one without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 40), nn.Linear(40, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down(torch.relu(self.up(x)))
+        return down
+
+
+def adapted(dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
+    """Adapters that add something, with a scaling that is no power of two."""
+    torch.manual_seed(0)
+    config: dict[str, Any] = dict(r=4, lora_alpha=6, target_modules=["up", "down"], init_lora_weights=False)
+    return get_peft_model(Block().to(dtype), LoraConfig(**config | settings)).to(dtype)
+
+
+def lora_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
+
+
+def outcome(model: nn.Module, x: Tensor, dout: Tensor) -> list[Tensor]:
+    out = model(x)
+    wanted = [p for p in (x, *model.parameters()) if p.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, wanted, dout)]
+
+
+def num_fused(out: Tensor) -> int:
+    """Fused layers in the graph of a result."""
+    nodes, seen = [out.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return sum("FusedLinear" in type(node).__name__ for node in seen)
+
+
+@pytest.mark.parametrize("x_needs_grad", [True, False])
+def test_values_and_gradients_are_those_of_peft(x_needs_grad: bool) -> None:
+    model = adapted()
+    x = torch.randn(3, 5, 24, dtype=torch.float64, requires_grad=x_needs_grad)
+    dout = torch.randn(3, 5, 24, dtype=torch.float64)
+    wanted = outcome(model, x, dout)
+    with fused_lora(lora_layers(model)):
+        found = outcome(model, x, dout)
+    assert len(found) == len(wanted) == 5 + x_needs_grad
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_under_autocast_it_is_at_least_as_exact() -> None:
+    """fp32 adapters on a bf16 base, against fp64."""
+    exact = adapted()
+    model = adapted(torch.bfloat16)
+    for (name, parameter), exact_parameter in zip(model.named_parameters(), exact.parameters(), strict=True):
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+        exact_parameter.data = parameter.data.double()
+    x = torch.randn(2, 200, 24).bfloat16().requires_grad_()
+    dout = torch.randn(2, 200, 24).bfloat16()
+    wanted = outcome(exact, x.detach().double().requires_grad_(), dout.double())
+    sides = []
+    for layers in ([], lora_layers(model)):
+        with fused_lora(layers), torch.autocast("cpu", torch.bfloat16):
+            sides.append(outcome(model, x, dout))
+    for peft, ours, truth in zip(*sides, wanted, strict=True):
+        assert ours.dtype == peft.dtype
+        assert (ours.double() - truth).norm() <= 1.1 * (peft.double() - truth).norm() + 1e-12
+
+
+def test_plain_lora_is_fused_and_nothing_stays_behind() -> None:
+    model = adapted()
+    x = torch.randn(3, 5, 24, dtype=torch.float64, requires_grad=True)
+    with fused_lora(lora_layers(model)):
+        assert num_fused(model(x)) == 2
+    assert not any("forward" in vars(layer) for layer in lora_layers(model))
+    assert num_fused(model(x)) == 0
+
+
+def with_hook(model: nn.Module) -> None:
+    for layer in lora_layers(model):
+        layer.base_layer.register_forward_pre_hook(lambda *_: None)
+
+
+def with_second_adapter(model: Any) -> None:
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    model.to(torch.float64)
+
+
+def with_fp32_adapters(model: nn.Module) -> None:
+    for layer in lora_layers(model):
+        layer.lora_A.float()
+        layer.lora_B.float()
+
+
+def with_trained_base(model: nn.Module) -> None:
+    for layer in lora_layers(model):
+        layer.base_layer.weight.requires_grad_()
+
+
+OTHERS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    "dropout": ({"lora_dropout": 0.5}, lambda model: None),
+    "DoRA": ({"use_dora": True}, lambda model: None),
+    "LoRA with a bias": ({"lora_bias": True}, lambda model: None),
+    "a hook": ({}, with_hook),
+    "two adapters": ({}, with_second_adapter),
+    "a trained base": ({}, with_trained_base),
+    "merged": ({}, lambda model: model.merge_adapter()),
+    "switched off": ({}, lambda model: model.base_model.disable_adapter_layers()),
+    "mixed dtypes": ({}, with_fp32_adapters),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_not_plain_is_left_to_peft(kind: str) -> None:
+    settings, change = OTHERS[kind]
+    model = adapted(**settings)
+    change(model)
+    x = torch.randn(3, 5, 24, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(1)
+    wanted = model(x)
+    torch.manual_seed(1)
+    with fused_lora(lora_layers(model)):
+        found = model(x)
+    assert torch.equal(found, wanted)
+    assert num_fused(found) == 0
+
+
+def test_dropout_does_not_matter_in_evaluation() -> None:
+    model = adapted(lora_dropout=0.5).eval()
+    x = torch.randn(3, 5, 24, dtype=torch.float64)
+    with fused_lora(lora_layers(model)):
+        assert num_fused(model(x)) == 2
