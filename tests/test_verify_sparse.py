@@ -189,7 +189,7 @@ def test_what_a_report_covers_stands_in_it(tmp_path: Path, text: Path, capsys: p
     assert json.loads(path.read_text())["exact_layers"] == 2
 
 
-@pytest.mark.parametrize("place", ["nowhere/report.json", "."])
+@pytest.mark.parametrize("place", ["/proc/nowhere/report.json", "."])
 def test_a_report_that_cannot_be_written_is_refused_before_the_work(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
