@@ -93,10 +93,8 @@ class TieredPages:
 
     def exists(self, layer: int, pages: PageRange) -> npt.NDArray[np.bool_]:
         here = slice(pages.first, pages.end)
-        exists: npt.NDArray[np.bool_] = (self._slots[layer, here] != NO_SLOT) | (
-            self._host_slots[layer, here] != NO_SLOT
-        )
-        return exists
+        on_device: npt.NDArray[np.bool_] = self._slots[layer, here] != NO_SLOT
+        return on_device | (self._host_slots[layer, here] != NO_SLOT)
 
     def lacking(self, layer: int, pages: PageRange, wanted: Wanted) -> Wanted:
         here = self._places(pages, wanted)
