@@ -48,7 +48,7 @@ class Held:
     at_backward: list[int] = field(default_factory=list)
     """When the backward of a chunk begins: what its graph holds."""
     peak: int = 0
-    """At any time, with the buffers in which they arrive."""
+    """At any time, with the buffer in which they arrive."""
     largest: int = 0
     """Of the largest layer, embeddings or head."""
     reckoned: int = 0
@@ -69,17 +69,15 @@ def _train_and_watch(rank: int, job: Job, release: bool) -> tuple[Outcome, Held]
         storage = tensor.untyped_storage()
         gathered.append((StorageWeakRef(storage), storage.nbytes()))
 
-    def gather(plain: Callable[..., Any], source: Tensor, target: Tensor, group: Any = None) -> Any:
-        note(target)
-        return plain(source, target, group)
-
     def wait(plain: Callable[..., Any], handle: Any, **kwargs: Any) -> None:
         arrived = handle.complete
         plain(handle, **kwargs)
         if not arrived:
             for parameter in handle.params:
                 note(parameter)
-            held.peak = max(held.peak, alive())
+            # The buffer that they came in is not watched itself: gloo's thread may keep it for a moment longer.
+            buffer = sum(parameter.untyped_storage().nbytes() for parameter in handle.params)
+            held.peak = max(held.peak, alive() + buffer)
 
     def add(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         held.at_backward.append(alive())
@@ -92,7 +90,6 @@ def _train_and_watch(rank: int, job: Job, release: bool) -> tuple[Outcome, Held]
             patch.setattr(sizes, "_ZERO3_LIVE_NUMBERS", 0)
             held.reckoned = gathered_bytes(engine)
 
-    _wrap(zero, "_dist_allgather_fn", gather)
     _wrap(zero.AllGatherCoalescedHandle, "wait", wait)
     _wrap(DeferredGradients, "add", add)
     if not release:
