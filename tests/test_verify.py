@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,24 @@ def test_a_folder_without_a_model_gives_a_message(tmp_path: Path, capsys: pytest
     assert main(["verify", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "has no config.json" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("attention", [[], ["--attention", "sparse", "--top_k", "2", "--dtype", "float32"]])
+def test_the_cost_of_storage(
+    folder: Path, attention: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.json"
+    sizes = ["--tokens", "300", "--chunk-tokens", "64", "--page-tokens", "16", "--device", "cpu"]
+    options = [*sizes, *attention, "--page-dtype", "float8", "--page_grad_dtype", "bfloat16", "--json", str(report)]
+    assert main(["verify", str(folder), *options]) == 0
+    printed = capsys.readouterr().out
+    assert "page_dtype=float8, page_grad_dtype=bfloat16" in printed and "PASSED" in printed
+    storage = json.loads(report.read_text())["storage"]
+    whole = storage["loss"][-1]
+    assert whole["exact"] != whole["stored"] and abs(whole["difference"]) < 0.01
+    assert 0.99 < storage["gradient"]["cosine"] < 1 and 1e-4 < storage["gradient"]["relative_error"] < 0.1
+
+
+def test_exact_storage_is_not_measured(folder: Path, tmp_path: Path) -> None:
+    assert main(["verify", str(folder), *QUICK, "--page-dtype", "model", "--json", str(tmp_path / "report.json")]) == 0
+    assert "storage" not in json.loads((tmp_path / "report.json").read_text())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oomb_accel.cli import verify_sparse
+from oomb_accel.cli import verify_sparse, verify_storage
 from oomb_accel.cli.devices import device_named
 from oomb_accel.cli.options import WITHOUT_RECIPE, Parser
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
@@ -51,10 +51,11 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError("This model is not supported:\n  - " + "\n  - ".join(reasons))
     documents = documents_of(options, model, device)
     with tables_beside(options.json):
-        if is_sparse:
-            passed, report = verify_sparse.run(options, config, model, documents, device)
-        else:
-            passed, report = _run_dense(options, config, model, documents, device)
+        run = verify_sparse.run if is_sparse else _run_dense
+        passed, report = run(options, verify_storage.exact(config), model, documents, device)
+        if config != verify_storage.exact(config):
+            again = load(options.model, options.layers, options.random_weights)
+            report["storage"] = verify_storage.run(options, config, again, documents, device)
     write_json(report, options.json)
     return 0 if passed else 1
 
@@ -116,6 +117,10 @@ def _parser() -> Parser:
         help="float64, the default, shows equality; float32 and bfloat16 allow twice the rounding error of plain "
         "training. Sparse: what the cost is measured in, float32 on the CPU, bfloat16 on a GPU",
     )
+    for name, values in verify_storage.OPTIONS.items():
+        dashed = "--" + name.replace("_", "-")
+        text = "also measure what storing pages so costs in loss and gradient; default %(default)s"
+        parser.add_argument(dashed, f"--{name}", choices=values, default=values[0], help=text)
     parser.add_argument("--lora", action="store_true", help="train LoRA on all linears instead of every parameter")
     parser.add_argument("--device", help="default: the GPU when there is one")
     parser.add_argument("--seed", type=int, default=0)
@@ -137,6 +142,7 @@ def _config(options: argparse.Namespace) -> OombConfig:
         page_tokens=options.page_tokens,
         span_tokens=options.span_tokens,
         backend=options.backend,
+        **{name: getattr(options, name) for name in verify_storage.OPTIONS},
         progress=False,
         **sparse_settings(options),
     )

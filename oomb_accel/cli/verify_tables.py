@@ -32,9 +32,9 @@ def parity_table(report: ParityReport, *, show_all: bool) -> str:
     return "\n".join(lines)
 
 
-def loss_table(costs: Sequence[LossCost]) -> str:
+def loss_table(costs: Sequence[LossCost], sides: tuple[str, str] = ("dense", "sparse")) -> str:
     """Losses by position; the last line is over all tokens."""
-    rows = [["position", "tokens", "dense", "sparse", "difference", "std. error"]]
+    rows = [["position", "tokens", *sides, "difference", "std. error"]]
     for cost in costs:
         where = "all" if cost is costs[-1] else f"{cost.first:,} to {cost.end:,}"
         error = "-" if math.isnan(cost.standard_error) else f"{cost.standard_error:.6f}"
@@ -65,6 +65,21 @@ def layer_table(
     return aligned(rows)
 
 
+def gradient_table(gradients: dict[int | None, GradientCost]) -> str:
+    """How the gradient of each layer differs, and that of all parameters."""
+    rows = [["layer", "cosine", "rel. error"]]
+    for layer, cost in gradients.items():
+        name = "all" if layer is None else str(layer)
+        rows.append([name, _number(cost.cosine, ".6f"), _number(cost.relative_error, ".2e")])
+    return aligned(rows)
+
+
+def gradient_rows(gradients: dict[int | None, GradientCost]) -> dict[str, Any]:
+    """The same for JSON."""
+    layers = [{"layer": layer} | plain(asdict(cost)) for layer, cost in gradients.items() if layer is not None]
+    return {"layers": layers, "gradient": plain(asdict(gradients[None]))}
+
+
 def cost_rows(
     losses: Sequence[LossCost],
     gradients: dict[int | None, GradientCost],
@@ -77,13 +92,14 @@ def cost_rows(
         for layer, seen in enumerate(attention)
     ]
     return {
-        "loss": [_plain(asdict(cost) | {"difference": cost.difference}) for cost in losses],
-        "layers": [{"layer": layer} | _plain(found) for layer, found in enumerate(layers)],
-        "gradient": _plain(asdict(gradients[None])),
+        "loss": [plain(asdict(cost) | {"difference": cost.difference}) for cost in losses],
+        "layers": [{"layer": layer} | plain(found) for layer, found in enumerate(layers)],
+        "gradient": plain(asdict(gradients[None])),
     }
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
+def plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Values for JSON, which has no nan."""
     return {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in values.items()}
 
 
