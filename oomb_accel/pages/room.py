@@ -99,7 +99,8 @@ def divide(
         sizes["gradients"] = 0
     fixed, means = shape.fixed_bytes(schedule), shape.mean_key_bytes(schedule, dtype)
     room = device_bytes - fixed
-    if not whole or whole * sum(sizes.values()) <= room:
+    in_pools = whole * sizes["values"] + (whole - shape.num_sink_slots(schedule)) * sizes["gradients"]
+    if not whole or in_pools <= room:
         return None
 
     def at_least(layers: int) -> tuple[int, int]:
