@@ -75,7 +75,9 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, 
         parser.set_defaults(**_defaults(config))
         return parser.parse_args(arguments), config, None
     _, others = parser.parse_some(arguments)
-    recipe = Recipe.from_yaml(path, [*others, "--data_path=unused", "--output_dir=unused"])
+    given = {part.partition("=")[0].lstrip("-").replace("-", "_") for part in others}
+    unused = [f"--{name}=unused" for name in ("data_path", "output_dir") if name not in given]
+    recipe = Recipe.from_yaml(path, [*others, *unused])
     config = resolve(*gather(None, *recipe.oomb_sources())).config
     if not config.enabled:
         raise ValueError(

@@ -47,4 +47,4 @@ def hide_noise() -> None:
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(LOGGED[record.name])
+    return not str(record.msg).startswith(LOGGED[record.name])  # unformatted: a bad format is the logger's to report

@@ -54,8 +54,10 @@ def main(arguments: Sequence[str]) -> int:
         run = verify_sparse.run if is_sparse else _run_dense
         passed, report = run(options, verify_storage.exact(config), model, documents, device)
         if config != verify_storage.exact(config):
-            again = load(options.model, options.layers, options.random_weights)
-            report["storage"] = verify_storage.run(options, config, again, documents, device)
+            del model
+            torch.manual_seed(options.seed)
+            model = load(options.model, options.layers, options.random_weights)
+            report["storage"] = verify_storage.run(options, config, model, documents, device)
     write_json(report, options.json)
     return 0 if passed else 1
 

@@ -106,7 +106,9 @@ class Attachment:
         )
         self.configs = tuple({id(config): config for config in (self.base.config.get_text_config(), *layers)}.values())
         self.adapter_layers = tuple(m for m in self.modules if isinstance(m, BaseTunerLayer))
-        self.lora_layers = tuple(m for m in self.adapter_layers if _is_plain_lora(m))
+        # A layer that a wrapper runs again in the backward must run there as it did in the pass.
+        wrapped = any(type(module).__name__ == "CheckpointWrapper" for module in self.modules)
+        self.lora_layers = () if wrapped else tuple(m for m in self.adapter_layers if _is_plain_lora(m))
 
     def settings(
         self,

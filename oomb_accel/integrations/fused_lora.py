@@ -17,14 +17,17 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
+
+_PEFT_FORWARD = lora.Linear.forward
 
 
 @contextmanager
 def fused_lora(layers: Iterable[Any]) -> Iterator[None]:
     """Inside, these layers of PEFT run fused where they can."""
+    if lora.Linear.forward is not _PEFT_FORWARD:  # somebody has another idea of it
+        layers = ()
     fused = [layer for layer in layers if type(layer) is lora.Linear and "forward" not in vars(layer)]
     for layer in fused:
         layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
@@ -70,39 +73,42 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether it is a linear layer that nobody watches, as ZeRO 3 does that gathers module by module, with a weight
     that is no more than a tensor."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return (
-        type(module) is nn.Linear
-        and type(module.weight) is nn.Parameter
-        and not any(hooks)
-        and "forward" not in vars(module)
-    )
+    if type(module) is not nn.Linear or any(hooks) or "forward" in vars(module):
+        return False
+    return type(module.weight) is nn.Parameter  # looked at last: where ZeRO 3 watches, looking gathers it
 
 
 class _FusedLinear(torch.autograd.Function):
-    """Legend: I inputs, O outputs, R rank."""
+    """Differentiable once. Legend: I inputs, O outputs, R rank."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
     ) -> Tensor:
-        rows = x.flatten(0, -2)
+        rows = x.reshape(-1, x.shape[-1])
         xa = rows @ a_RI.t()
-        out = F.linear(rows, weight_OI, bias_O)
-        out.addmm_(xa, b_OR.t(), alpha=scale)
+        out = x.new_empty(*x.shape[:-1], len(weight_OI))  # no view, which nobody could change in place
+        flat = out.view(-1, len(weight_OI))
+        if bias_O is None:
+            torch.mm(rows, weight_OI.t(), out=flat)
+        else:
+            torch.addmm(bias_O, rows, weight_OI.t(), out=flat)
+        flat.addmm_(xa, b_OR.t(), alpha=scale)
         ctx.save_for_backward(x, weight_OI, a_RI, b_OR, xa)
         ctx.scale = scale
-        return out.view(*x.shape[:-1], out.shape[-1])
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         x, weight_OI, a_RI, b_OR, xa = ctx.saved_tensors
-        dy = grads[0].flatten(0, -2)
+        rows = x.reshape(-1, x.shape[-1])
+        dy = grads[0].reshape(-1, len(weight_OI))
         need_x, _, _, need_a, need_b, _ = ctx.needs_input_grad
         dxa = (dy @ b_OR).mul_(ctx.scale)
         dx = None
         if need_x:
-            dx = (dy @ weight_OI).addmm_(dxa, a_RI).view_as(x)
-        da_RI = dxa.t() @ x.flatten(0, -2) if need_a else None
+            dx = (dy @ weight_OI).addmm_(dxa, a_RI).view(x.shape)
+        da_RI = dxa.t() @ rows if need_a else None
         db_OR = (dy.t() @ xa).mul_(ctx.scale) if need_b else None
         return dx, None, None, da_RI, db_OR, None

@@ -59,9 +59,11 @@ class _View:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    """From where the parameter begins: gathered again, it may begin elsewhere in its storage."""
 
     def read(self) -> Tensor:
-        return self.parameter.detach().as_strided(self.size, self.stride, self.offset)
+        begin = int(self.parameter.storage_offset())
+        return self.parameter.detach().as_strided(self.size, self.stride, begin + self.offset)
 
 
 def _views_read_again() -> AbstractContextManager[Any]:
@@ -70,17 +72,30 @@ def _views_read_again() -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 
 
-def _pack(tensor: Tensor) -> Tensor | _View:
+def _pack(tensor: Tensor) -> Tensor | _View | tuple[Tensor, int]:
     if hasattr(tensor, "ds_id"):
         return tensor
     base = tensor._base
     if base is not None and hasattr(base, "ds_id"):
-        return _View(base, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-    return tensor.detach()  # the tensor itself may be the result of the node that saves it: neither would ever be freed
+        offset = int(tensor.storage_offset()) - int(base.storage_offset())
+        return _View(base, tuple(tensor.shape), tensor.stride(), offset)
+    # The tensor itself may be the result of the node that saves it: neither would ever be freed.
+    return tensor.detach(), tensor._version
 
 
-def _unpack(saved: Tensor | _View) -> Tensor:
-    return saved.read() if isinstance(saved, _View) else saved
+def _unpack(saved: Tensor | _View | tuple[Tensor, int]) -> Tensor:
+    if isinstance(saved, _View):
+        return saved.read()
+    if isinstance(saved, Tensor):
+        return saved
+    tensor, version = saved
+    if tensor._version != version:  # what autograd itself looks at where there are no hooks
+        raise RuntimeError(
+            "A tensor that the backward needs was changed in place in the forward of a chunk.\n"
+            f"  Got version {tensor._version} of one of shape {tuple(tensor.shape)}; version {version} is needed.\n"
+            "  Change the model's code to make a new tensor there, or train without ZeRO 3."
+        )
+    return tensor
 
 
 def _has_stacks(model: nn.Module) -> bool:

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners import lora
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from oomb_accel.integrations.fused_lora import fused_lora
+import oomb_accel
+from oomb_accel import OombConfig
+from oomb_accel.integrations.fused_lora import _only_adapter, fused_lora
+from tests.harness.models import tiny_model
 
 
 class Block(nn.Module):
@@ -150,3 +155,54 @@ def test_dropout_does_not_matter_in_evaluation() -> None:
     x = torch.randn(3, 5, 24, dtype=torch.float64)
     with fused_lora(lora_layers(model)):
         assert num_fused(model(x)) == 2
+
+
+@pytest.mark.parametrize("shape", [(24,), (0, 24), (2, 3, 5, 24)])
+@pytest.mark.parametrize("name", ["up", "down"])
+def test_inputs_of_any_shape_and_outputs_that_are_changed_in_place(shape: tuple[int, ...], name: str) -> None:
+    layer = getattr(adapted().base_model.model, name)
+    x = torch.randn(*shape[:-1], layer.in_features, dtype=torch.float64, requires_grad=True)
+    wanted = layer(x).mul(2)
+    with fused_lora([layer]):
+        found = layer(x)
+        assert num_fused(found) == 1
+        found = found.mul_(2)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    (wanted_dx,), (dx,) = (torch.autograd.grad(out.sum(), x) for out in (wanted, found))
+    torch.testing.assert_close(dx, wanted_dx, rtol=1e-12, atol=1e-12)
+
+
+def test_a_forward_that_somebody_else_has_changed_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted()
+    monkeypatch.setattr(lora.Linear, "forward", lambda self, x: self.base_layer(x))
+    x = torch.randn(3, 24, dtype=torch.float64)
+    with fused_lora(lora_layers(model)):
+        assert torch.equal(model(x), model.base_model.model.down.base_layer(torch.relu(model.base_model.model.up(x))))
+
+
+def test_a_watched_weight_is_not_looked_at() -> None:
+    """ZeRO 3 gathers what is looked at."""
+    model = adapted()
+    with_hook(model)
+    looked: list[str] = []
+
+    class Parameters(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            looked.append(key)
+            return super().__getitem__(key)
+
+    base = model.base_model.model.up.base_layer
+    base._parameters = Parameters(base._parameters)
+    assert _only_adapter(model.base_model.model.up) is None
+    assert looked == []
+
+
+def test_layers_that_a_wrapper_runs_again_stay_as_they_are() -> None:
+    """Non-reentrant checkpointing compares what both runs save."""
+    model: Any = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
+    layers = model.base_model.model.model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    oomb_accel.enable(model, OombConfig(chunk_tokens=16, page_tokens=4))
+    ids = torch.arange(40)[None] % 100
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=ids, labels=ids).loss.backward()

@@ -176,6 +176,10 @@ def test_a_recipe_says_what_options_say(capsys: pytest.CaptureFixture[str], reci
     assert "made for 262,144 tokens" in run(capsys, recipe)[1]  # with its RoPE
 
 
+def test_places_may_be_given_with_a_recipe(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    assert report(capsys, f"{recipe} --data_path mine.txt --output-dir=mine") == report(capsys, recipe)
+
+
 @pytest.mark.parametrize(
     ("words", "name", "value"),
     [
