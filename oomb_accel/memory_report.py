@@ -213,7 +213,7 @@ class MemoryReport:
         if self._path is None or not self._pending:
             return
         try:
-            handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 os.write(handle, "".join(self._pending).encode())
             finally:

@@ -13,6 +13,7 @@ from oomb_accel.cli.report_page import FILE, page_of
 from oomb_accel.cli.report_tables import difference_table, run_table, step_table
 from oomb_accel.columns import aligned
 from oomb_accel.memory_report import peak_table
+from oomb_accel.writing import saying
 
 _HEADINGS = {"training": "Loss and speed", "memory": "Memory and page traffic", "comparison": "Loss and speed"}
 
@@ -64,16 +65,18 @@ def _draw(runs: Sequence[RunData], folder: Path, step: int | None) -> list[Path]
 
     Raises:
         ValueError: plots cannot be drawn or written there, or there is no such step.
+        CannotWrite: the file system did not take them.
     """
     check_plots(folder, "--out", "use --no_plots: the tables are all of the report without it")
     from oomb_accel.cli.report_plots import figures_of, save_png, svg_of  # an extra, and slow to import
 
     figures = figures_of(runs, step)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = save_png(figures, folder)
     plots = [(_HEADINGS[name], svg_of(figure, name)) for name, figure in figures.items()]
-    paths.append(folder / FILE)
-    paths[-1].write_text(_page(runs, plots), encoding="utf-8")
+    with saying("The report", folder, "Use --out ., or a folder of your own."):
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = save_png(figures, folder)
+        paths.append(folder / FILE)
+        paths[-1].write_text(_page(runs, plots), encoding="utf-8")
     return paths
 
 

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,10 +48,10 @@ def cached(root: Path, key: str, build: Callable[[Path], None], *, wait_s: float
         if not _wait(lock.fileno(), final, wait_s):
             return final
         _remove_leftovers(root, key)
-        folder = Path(tempfile.mkdtemp(prefix=f"{key}.part-", dir=root))
+        folder = root / f"{key}.part-{os.getpid()}"  # others may use a shared cache, as far as the umask lets them
+        folder.mkdir()
         try:
             build(folder)
-            folder.chmod(0o755)  # others may use a shared cache
             folder.rename(final)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -123,11 +123,11 @@ def test_a_save_that_fails_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
-    assert merge(adapter_folder, tmp_path / "out") == 1
+    assert merge(adapter_folder, tmp_path / "out") == 2
     assert "No space left" in capsys.readouterr().err and not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    assert merge(adapter_folder, tmp_path / "out") == 1
+    assert merge(adapter_folder, tmp_path / "out") == 2
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
