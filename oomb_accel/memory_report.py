@@ -53,7 +53,7 @@ HOST_TIERS = {
     "page_memory": "for pages",
     "pinned": "pinned",
     "pageable": "pageable",
-    "process": "the whole process",
+    "process": "the whole process, in steps",
 }
 """Names of the tiers in host memory. The process is what is pinned, all of it for pages, and what is pageable; where
 pinning was refused, pages are in pageable memory."""

@@ -22,13 +22,13 @@ _OF_RUST = re.compile(r"\(os error (\d+)\)")
 """How safetensors and tokenizers end the message of an error of the system."""
 
 
-class CannotWrite(RuntimeError):
+class CannotWriteError(RuntimeError):
     """A file system did not take what was to be written. The command line exits with 2: the user has to change it."""
 
 
 def is_of_file_system(error: BaseException) -> bool:
     """Whether a write failed, also through torch, safetensors or tokenizers, which raises a plain ``Exception``."""
-    if isinstance(error, (OSError, CannotWrite)) or type(error).__name__ == "SafetensorError":
+    if isinstance(error, (OSError, CannotWriteError)) or type(error).__name__ == "SafetensorError":
         return True
     return any(words in str(error) for words in _OF_TORCH) or _OF_RUST.search(str(error)) is not None
 
@@ -81,7 +81,7 @@ def saying(what: str, place: Path, remedy: str) -> Iterator[None]:
         remedy: as a sentence.
 
     Raises:
-        CannotWrite: the file system did not take it.
+        CannotWriteError: the file system did not take it.
     """
     try:
         yield
@@ -90,7 +90,7 @@ def saying(what: str, place: Path, remedy: str) -> Iterator[None]:
             raise
         full = ": the disk is full" if is_full(error, place) else ""
         why = reason_of(error) if isinstance(error, OSError) else indented(str(error).removesuffix("."))
-        raise CannotWrite(f"{what} cannot be written{full}.\n  {place}: {why}.\n  {remedy}") from error
+        raise CannotWriteError(f"{what} cannot be written{full}.\n  {place}: {why}.\n  {remedy}") from error
 
 
 def give_usual_modes(folder: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from oomb_accel.cli.quiet import hide_noise, wants_everything
 from oomb_accel.columns import aligned
 from oomb_accel.config import unknown_key_message
-from oomb_accel.writing import CannotWrite
+from oomb_accel.writing import CannotWriteError
 
 COMMANDS = {
     "train": "fine-tune a model as a recipe says",
@@ -80,7 +80,7 @@ def run_guarded(command: Callable[[], int], name: str, *, debug: bool = False) -
             traceback.print_exc()
         if message is not None:
             print(f"{name}: {message}", file=sys.stderr)
-        return MISUSED if message is not None and isinstance(error, (ValueError, CannotWrite)) else FAILED
+        return MISUSED if message is not None and isinstance(error, (ValueError, CannotWriteError)) else FAILED
 
 
 def _message(error: Exception) -> str | None:

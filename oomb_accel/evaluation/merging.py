@@ -127,7 +127,7 @@ def save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     """Write model and tokenizer. The config comes last: where it is, everything else is too.
 
     Raises:
-        CannotWrite: the file system did not take them; nothing is left of them then.
+        CannotWriteError: the file system did not take them; nothing is left of them then.
     """
     made = not folder.exists()
     temporary = folder / f"{_TEMPORARY}{os.getpid()}"

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from oomb_accel.reading import Unreadable, json_object
-from oomb_accel.writing import CannotWrite, give_usual_modes, is_of_file_system
+from oomb_accel.writing import CannotWriteError, give_usual_modes, is_of_file_system
 
 _TEMPORARY = ".saving-"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -40,7 +40,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: the model has no adapter.
         RuntimeError: on every rank, when rank 0 could not write, or read back something else. Where the file system
-            did not take it, that is a :class:`oomb_accel.writing.CannotWrite`.
+            did not take it, that is a :class:`oomb_accel.writing.CannotWriteError`.
     """
     inner = _adapted(model)
     with _gathered(inner) as names:
@@ -55,7 +55,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             _write(inner, tensors, Path(folder))
         except Exception as error:  # told to the other ranks first: they would wait for ever
             problem = f"{type(error).__name__}: {error}"
-            kind = CannotWrite if is_of_file_system(error) else RuntimeError
+            kind = CannotWriteError if is_of_file_system(error) else RuntimeError
     problem, kind = _from_writer(problem, kind)
     if problem:
         raise kind(

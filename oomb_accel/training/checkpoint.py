@@ -170,7 +170,7 @@ def _new_folder(run: Run, name: str) -> Iterator[Path]:
     """A temporary folder that all ranks fill; gone again when that fails.
 
     Raises:
-        CannotWrite: the file system did not take it.
+        CannotWriteError: the file system did not take it.
     """
     folder = run.folder.temporary(name)
     main = run.accelerator.is_main_process

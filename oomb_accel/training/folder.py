@@ -19,7 +19,7 @@ from oomb_accel.reading import Unreadable, json_object
 from oomb_accel.training.progress_file import PROGRESS, check_whole, step_of
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.resolved import resolved_yaml
-from oomb_accel.writing import CannotWrite, saying
+from oomb_accel.writing import CannotWriteError, saying
 
 METRICS, RECIPE, SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
 REPORTS = ("report_*.png", "report.html")
@@ -42,16 +42,19 @@ class RunFolder:
 
     Args:
         recipe: its ``output_dir``, ``overwrite_output_dir``, ``resume_from_checkpoint`` and ``save_total_limit`` count.
+        dry_run: nothing will be written: what is in the folder is no reason to refuse, but noted.
 
     Raises:
         ValueError: the folder holds something else, or cannot be written, or there is no such checkpoint.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, *, dry_run: bool = False) -> None:
         self.path = Path(recipe.output_dir)
         self.last_saved: Path | None = None
         self.origins: dict[str, str] = {}
         """Place of each setting of the recurrence that somebody wrote down, for the resolved recipe."""
+        self.refusal: str | None = None
+        """In a dry run, why a run would be refused for what is in the folder."""
         self._recipe = recipe
         self._started = False
         if self.path.is_symlink() and not self.path.exists():
@@ -76,7 +79,12 @@ class RunFolder:
                 check_lines(self.path / name)
             self._check_later_checkpoints()
         elif self._content():
-            self._check_replaceable()
+            try:
+                self._check_replaceable()
+            except ValueError as error:
+                if not dry_run:
+                    raise
+                self.refusal = str(error)
         self.parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         """The folder itself, or the nearest one above it that exists."""
         try:
@@ -144,7 +152,7 @@ class RunFolder:
         """Move the result into the folder. Weights come last: where they are, everything else is too.
 
         Raises:
-            CannotWrite: something could not be moved. It stays where it was written.
+            CannotWriteError: something could not be moved. It stays where it was written.
         """
         written = self.temporary("result")
         try:
@@ -155,7 +163,7 @@ class RunFolder:
                 os.replace(item, target)
             written.rmdir()
         except OSError as error:
-            raise CannotWrite(
+            raise CannotWriteError(
                 f"The result could not be moved into {str(self.path)!r}.\n  {error}.\n"
                 f"  What is left of it is in {str(written)!r}: move that by hand before another run starts here."
             ) from error
@@ -171,7 +179,7 @@ class RunFolder:
         """Inside, something is written to the folder.
 
         Raises:
-            CannotWrite: the file system did not take it.
+            CannotWriteError: the file system did not take it.
         """
         remedy = "Make room there, and go on with --resume; or set another output_dir."
         with saying(f"output_dir {str(self.path)!r}", self.path, remedy):

@@ -97,7 +97,7 @@ def closing(run: Run) -> str:
             f"{summary.last_tokens_loss_before:.4f} -> {summary.last_tokens_loss_after:.4f}"
         )
     gpu = "" if summary.peak_gpu_gib is None else f"GPU {summary.peak_gpu_gib:.1f} GiB, "
-    lines.append(f"peak memory: {gpu}host {summary.peak_host_gib:.1f} GiB")
+    lines.append(f"peak memory: {gpu}host {summary.peak_host_gib:.2f} GiB since the start, loading included")
     if run.memory is not None:
         lines += [f"  {row}" for row in run.memory.table().splitlines()]
     if run.accelerator.num_processes > 1:

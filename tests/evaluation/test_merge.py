@@ -89,6 +89,28 @@ def test_sums_are_rounded_once(tmp_path: Path, model_folder: Path, adapter_folde
     assert torch.equal(load_file(tmp_path / "wide" / "model.safetensors")[name], exact.state_dict()[name])
 
 
+@pytest.mark.parametrize(("error", "dtype", "noted"), [(0.0166, "auto", True), (0.005, "auto", False),
+                                                     (0.0166, "float32", False)])  # fmt: skip
+def test_rounding_that_takes_much_of_the_effect_is_noted(
+    error: float,
+    dtype: str,
+    noted: bool,
+    tmp_path: Path,
+    model_folder: Path,
+    adapter_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).save_pretrained(half)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(half)
+    verdict = merging.Verdict(num_tokens=5, error=error, limit=0.05, effect=0.0358, same_choice=1.0)
+    monkeypatch.setattr("oomb_accel.cli.merge.compare", lambda *_: verdict)
+    assert merge(adapter_folder, tmp_path / "out", "--model", half, "--dtype", dtype) == 0
+    said = capsys.readouterr().out
+    assert ("note: rounding to bfloat16 is 46% of the adapter's effect; --dtype float32" in said) == noted
+
+
 def test_rope_of_the_run_goes_into_the_config(tmp_path: Path, model_folder: Path, adapter_folder: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(adapter_folder, run)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from oomb_accel.cli import main
-from oomb_accel.writing import CannotWrite, saying
+from oomb_accel.writing import CannotWriteError, saying
 from tests.robustness.bad_inputs import Place, refused
 
 
@@ -74,7 +74,7 @@ def test_a_disk_that_is_full_when_the_tokenizer_is_written(
     ],
 )
 def test_what_is_said_of_it(error: Exception, full: bool, tmp_path: Path) -> None:
-    with pytest.raises(CannotWrite) as caught, saying("The file", tmp_path, "Use another."):
+    with pytest.raises(CannotWriteError) as caught, saying("The file", tmp_path, "Use another."):
         raise error
     assert str(caught.value).startswith(f"The file cannot be written{': the disk is full' if full else ''}.\n  ")
 
