@@ -105,7 +105,7 @@ def _tiles(run: RunData) -> dict[str, str]:
     wanted |= {"tokens/s": "tokens per second", "MFU": "of peak FLOP/s", "GPU GiB": "peak GPU memory, GiB"}
     wanted |= {"host GiB": "peak host memory in steps, GiB", "copied GiB": "copied, GiB"}
     found = dict(zip(heads, row, strict=True))
-    return {words: found[head] for head, words in wanted.items() if found[head] != "-"}
+    return {words: found[head] for head, words in wanted.items() if found.get(head, "-") != "-"}
 
 
 def _head(run: RunData) -> str:

@@ -199,7 +199,13 @@ def test_errors(
 def test_a_folder_without_permission_is_refused(
     tmp_path: Path, adapter_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = os.access  # root may write everywhere, so what the system would say to others is said here
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path and plain(path, mode))
+    plain = os.mkdir  # root may write everywhere, so what the system would say to others is said here
+
+    def mkdir(path: Any, *rest: Any) -> None:
+        if Path(path).parent == tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        plain(path, *rest)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
     assert merge(adapter_folder, tmp_path / "out") == 2
-    assert "No permission" in capsys.readouterr().err
+    assert f"{tmp_path}: Permission denied" in capsys.readouterr().err
