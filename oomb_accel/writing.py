@@ -14,6 +14,8 @@ from pathlib import Path
 from oomb_accel.reading import indented
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_IN_WORDS = ("No space left", "requested and")
+"""Without a number; the second is numpy's, of a file that became shorter than its array."""
 _NEARLY_FULL = 1 << 20
 """Free bytes below which a write that failed without a reason failed for room."""
 _OF_TORCH = ("PytorchStreamWriter", "unexpected pos")
@@ -43,8 +45,10 @@ def is_full(error: BaseException, place: Path) -> bool:
     found = _OF_RUST.search(str(error))
     if number is None and found is not None:
         number = int(found[1])
-    if number is not None or "No space left" in str(error):
-        return number in _FULL or "No space left" in str(error)
+    if number in _FULL or any(words in str(error) for words in _FULL_IN_WORDS):
+        return True
+    if number is not None:
+        return False
     try:
         return shutil.disk_usage(nearest(place)).free < _NEARLY_FULL
     except OSError:

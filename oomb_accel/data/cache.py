@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 from oomb_accel.data.store import is_whole
 from oomb_accel.sources import CACHE_VARIABLE
 from oomb_accel.spelling import called
+from oomb_accel.writing import is_full
 
 WAIT_S = 2 * 3600.0
 """Longest wait for another process that builds the same."""
@@ -99,8 +99,7 @@ def _says_where(root: Path) -> Iterator[None]:
         place = str(getattr(error, "filename", None) or root)
         if not place.startswith(str(root)):
             raise
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "is full" if full else "cannot be written"
+        what = "is full" if is_full(error, root) else "cannot be written"
         places = " or ".join(dict.fromkeys([called("data_cache"), CACHE_VARIABLE]))
         raise ValueError(
             f"The cache of token ids {what}.\n  {error} (in {str(root)!r}).\n"

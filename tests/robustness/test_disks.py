@@ -67,6 +67,7 @@ def test_a_disk_that_is_full_when_the_tokenizer_is_written(
     ("error", "full"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError("384 requested and 96 written"), True),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), True),
         (OSError(errno.EROFS, "Read-only file system"), False),
         (Exception("Read-only file system (os error 30)"), False),

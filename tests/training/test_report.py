@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def test_the_report_of_a_real_run(
     losses = f"{summary['last_tokens_loss_before']:.4f} -> {summary['last_tokens_loss_after']:.4f}"
     assert f"evaluation, loss on the last 16 tokens: {losses}" in said
     assert losses.split()[-1] in (out / "report.html").read_text()
+    assert summary["memory_peaks"] == {name: asdict(peak) for name, peak in read_run(out).peaks.items()}
     assert summary["peak_host_gib"] * GIB >= summary["memory_peaks"]["process"]["num_bytes"] - 2**20
     assert "host, the whole process, in steps" in said and "host GiB, end" in said
     assert "GiB since the start, loading included" in trained
