@@ -133,7 +133,8 @@ def _usage() -> str:
         + (
             "\n\noomb COMMAND --help says more. All commands take --json and --debug (tracebacks of all errors, and "
             "all that libraries say; also OOMB_DEBUG=1).\n"
-            "exit codes: 0 done, 1 the run or a check failed, 2 wrong settings, files or options, or a place that cannot be written, 130 Ctrl-C, "
+            "exit codes: 0 done, 1 the run or a check failed, 2 wrong settings, files, options or a place that cannot "
+            "be written, 130 Ctrl-C, "
             "143 SIGTERM"
         )
     )
