@@ -53,7 +53,7 @@ HOST_TIERS = {
     "page_memory": "for pages",
     "pinned": "pinned",
     "pageable": "pageable",
-    "process": "the whole process",
+    "process": "the whole process, in steps",
 }
 """Names of the tiers in host memory. The process is what is pinned, all of it for pages, and what is pageable; where
 pinning was refused, pages are in pageable memory."""
@@ -213,7 +213,7 @@ class MemoryReport:
         if self._path is None or not self._pending:
             return
         try:
-            handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 os.write(handle, "".join(self._pending).encode())
             finally:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # the layers that stand above it may import it.
 LAYERS = (
     {"columns", "config", "reading", "schedule", "progress", "sampler", "setting_text", "sources", "spelling"},
+    {"writing"},
     {"plan", "memory_report"},
     {"data"},
     {"host"},
@@ -37,7 +38,18 @@ LAYERS = (
     {"__main__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-NO_TORCH = {"columns", "config", "plan", "reading", "schedule", "setting_text", "sources", "spelling", "host.limits"}
+NO_TORCH = {
+    "columns",
+    "config",
+    "plan",
+    "reading",
+    "schedule",
+    "setting_text",
+    "sources",
+    "spelling",
+    "writing",
+    "host.limits",
+}
 """Layers, and modules in them, that only know numbers."""
 MAX_LINES = 400
 MAX_RECURRENCE_LINES = 300

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from oomb_accel.cli.quiet import hide_noise, wants_everything
 from oomb_accel.columns import aligned
 from oomb_accel.config import unknown_key_message
+from oomb_accel.writing import CannotWriteError
 
 COMMANDS = {
     "train": "fine-tune a model as a recipe says",
@@ -79,7 +80,7 @@ def run_guarded(command: Callable[[], int], name: str, *, debug: bool = False) -
             traceback.print_exc()
         if message is not None:
             print(f"{name}: {message}", file=sys.stderr)
-        return MISUSED if message is not None and isinstance(error, ValueError) else FAILED
+        return MISUSED if message is not None and isinstance(error, (ValueError, CannotWriteError)) else FAILED
 
 
 def _message(error: Exception) -> str | None:
@@ -132,7 +133,8 @@ def _usage() -> str:
         + (
             "\n\noomb COMMAND --help says more. All commands take --json and --debug (tracebacks of all errors, and "
             "all that libraries say; also OOMB_DEBUG=1).\n"
-            "exit codes: 0 done, 1 the run or a check failed, 2 wrong settings, files or options, 130 Ctrl-C, "
+            "exit codes: 0 done, 1 the run or a check failed, 2 wrong settings, files, options or a place that cannot "
+            "be written, 130 Ctrl-C, "
             "143 SIGTERM"
         )
     )

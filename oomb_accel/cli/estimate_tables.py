@@ -61,7 +61,7 @@ def _head(job: Job) -> list[str]:
     return [
         f"{model.name}: {model.num_parameters / 1e9:,.2f}B parameters, {trained} ({job.trainable / 1e6:,.1f}M trained)",
         f"{job.tokens:,} tokens, {attention}, chunks of {job.chunk_tokens:,}; "
-        f"pages {job.page_dtype if job.page_dtype != 'model' else 'bfloat16'}, their gradients {job.page_grad_dtype}",
+        f"pages {job.pages.value_dtype}, their gradients {job.page_grad_dtype}",
         f"{job.num_gpus} x {job.gpu.name}{zero}, {job.host_bytes / GIB:,.0f} GiB of host memory",
     ]
 

@@ -30,6 +30,7 @@ from oomb_accel.evaluation.windows import WHOLE, Text, default_contexts
 from oomb_accel.integrations.saving import read_config
 from oomb_accel.setting_text import dtype_name
 from oomb_accel.spelling import settings_called
+from oomb_accel.writing import saying
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,9 +77,10 @@ def main(arguments: Sequence[str]) -> int:
         if options.plot is not None:
             from oomb_accel.evaluation.plots import draw  # an extra, and slow to import
 
-            options.plot.mkdir(parents=True, exist_ok=True)
-            for path in draw(options.plot, **_parts(figures), subtitle=head.splitlines()[0]):
-                print(f"drawn {path}")
+            with saying("The plots", options.plot, "Use --plot ., or a folder of your own."):
+                options.plot.mkdir(parents=True, exist_ok=True)
+                drawn = draw(options.plot, **_parts(figures), subtitle=head.splitlines()[0])
+            print("\n".join(f"drawn {path}" for path in drawn))
     write_json(_report(options, subject, texts, figures, seconds), options.json)
     return 0
 

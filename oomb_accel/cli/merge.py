@@ -29,6 +29,9 @@ from oomb_accel.spelling import settings_called
 from oomb_accel.training.model import load_model, load_tokenizer
 from oomb_accel.training.recipe import Recipe
 
+ROUNDING_SHARE = 0.2
+"""Of the adapter's effect; if the difference is more, rounding is worth a word."""
+
 
 @settings_called({**WITHOUT_RECIPE, "model_name_or_path": "--model"})
 def main(arguments: Sequence[str]) -> int:
@@ -64,6 +67,12 @@ def main(arguments: Sequence[str]) -> int:
     verdict = compare(probe_logits(again, ids), with_adapter, without, (loaded, dtype))
     with tables_beside(options.json):
         print(_text(verdict, options.output_dir))
+        if dtype != torch.float32 and verdict.passed and verdict.error > ROUNDING_SHARE * verdict.effect > 0:
+            share = verdict.error / verdict.effect
+            print(
+                f"note: rounding to {dtype_name(dtype)} is {share:.0%} of the adapter's effect; "
+                "--dtype float32 keeps more of it, or serve the adapter beside its model"
+            )
     report = {"adapter": str(options.adapter), "model": name, "output_dir": str(options.output_dir)}
     write_json(report | {"dtype": dtype_name(dtype), **verdict.as_dict()}, options.json)
     return 0 if verdict.passed else 1

@@ -13,6 +13,7 @@ from oomb_accel.cli.report_page import FILE, page_of
 from oomb_accel.cli.report_tables import difference_table, run_table, step_table
 from oomb_accel.columns import aligned
 from oomb_accel.memory_report import peak_table
+from oomb_accel.writing import saying
 
 _HEADINGS = {"training": "Loss and speed", "memory": "Memory and page traffic", "comparison": "Loss and speed"}
 
@@ -64,16 +65,18 @@ def _draw(runs: Sequence[RunData], folder: Path, step: int | None) -> list[Path]
 
     Raises:
         ValueError: plots cannot be drawn or written there, or there is no such step.
+        CannotWriteError: the file system did not take them.
     """
     check_plots(folder, "--out", "use --no_plots: the tables are all of the report without it")
     from oomb_accel.cli.report_plots import figures_of, save_png, svg_of  # an extra, and slow to import
 
     figures = figures_of(runs, step)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = save_png(figures, folder)
     plots = [(_HEADINGS[name], svg_of(figure, name)) for name, figure in figures.items()]
-    paths.append(folder / FILE)
-    paths[-1].write_text(_page(runs, plots), encoding="utf-8")
+    with saying("The report", folder, "Use --out ., or a folder of your own."):
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = save_png(figures, folder)
+        paths.append(folder / FILE)
+        paths[-1].write_text(_page(runs, plots), encoding="utf-8")
     return paths
 
 
@@ -98,10 +101,11 @@ def _page(runs: Sequence[RunData], plots: list[tuple[str, str]]) -> str:
 def _tiles(run: RunData) -> dict[str, str]:
     """The figures that one looks for first."""
     heads, row = run_table([run], [""])
-    wanted = {"last loss": "last loss", "tokens/s": "tokens per second", "MFU": "of peak FLOP/s"}
-    wanted |= {"GPU GiB": "peak GPU memory, GiB", "host GiB": "peak host memory, GiB", "copied GiB": "copied, GiB"}
+    wanted = {"last loss": "last loss", "eval before": "evaluation before", "eval after": "evaluation after"}
+    wanted |= {"tokens/s": "tokens per second", "MFU": "of peak FLOP/s", "GPU GiB": "peak GPU memory, GiB"}
+    wanted |= {"host GiB": "peak host memory in steps, GiB", "copied GiB": "copied, GiB"}
     found = dict(zip(heads, row, strict=True))
-    return {words: found[head] for head, words in wanted.items() if found[head] != "-"}
+    return {words: found[head] for head, words in wanted.items() if found.get(head, "-") != "-"}
 
 
 def _head(run: RunData) -> str:
@@ -114,6 +118,10 @@ def _head(run: RunData) -> str:
         losses = [row["loss"] for row in run.metrics]
         lines.append(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, {tokens / seconds:,.0f} tokens/s")
         lines[-1] += f", {trained:,} tokens trained" if trained else ""
+    loss = run.last_tokens_loss()
+    if loss is not None:
+        what = "tokens" if loss["tokens"] is None else f"{loss['tokens']} tokens"
+        lines.append(f"evaluation, loss on the last {what}: {loss['before']:.4f} -> {loss['after']:.4f}")
     return "\n".join(lines)
 
 

@@ -76,11 +76,20 @@ class RunData:
         block = block if isinstance(block, dict) else {}
         return values | {f"oomb.{name}": value for name, value in block.items()}
 
+    def last_tokens_loss(self) -> dict[str, Any] | None:
+        """Loss on the last tokens of the first document, ``"before"`` and ``"after"`` the run, and how many
+        ``"tokens"`` that were, where it is known; None where it was not asked for."""
+        found = {when: self.summary.get(f"last_tokens_loss_{when}") for when in ("before", "after")}
+        if not all(isinstance(value, (int, float)) for value in found.values()):
+            return None
+        return {"tokens": self.settings().get("eval_last_tokens"), **found}
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "folder": str(self.folder),
             "steps": self.metrics,
+            "last_tokens_loss": self.last_tokens_loss(),
             "memory_peaks": {name: asdict(peak) for name, peak in self.peaks.items()},
             "copied": self.copied(),
             "waited_seconds": self.waited(),

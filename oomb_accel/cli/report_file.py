@@ -7,10 +7,11 @@ import contextlib
 import importlib.util
 import json
 import sys
-import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from oomb_accel.writing import refusal_of, saying
 
 STDOUT = Path("-")
 
@@ -39,8 +40,9 @@ def write_json(report: Any, target: Path | None) -> None:
     if target == STDOUT:
         sys.stdout.write(text)
     elif target is not None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        with saying("The report", target.parent, f"Use --json {target.name}, or a folder of your own."):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
 
 
 def check_writable(path: Path | None) -> None:
@@ -77,11 +79,6 @@ def check_plots(folder: Path, option: str, without: str) -> None:
 
 def _check_folder(folder: Path, what: str, remedy: str) -> None:
     """Whether a folder, or the nearest one above it, takes new files."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    try:
-        with tempfile.TemporaryDirectory(prefix=".oomb-", dir=there):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"The {what} cannot be written.\n  {there}: {error.strerror}.\n  Use {remedy}, or a folder of your own."
-        ) from None
+    refusal = refusal_of(folder)
+    if refusal is not None:
+        raise ValueError(f"The {what} cannot be written.\n  {refusal}.\n  Use {remedy}, or a folder of your own.")

@@ -108,9 +108,15 @@ def _training(runs: Sequence[RunData]) -> Figure:
     elif left.get_legend_handles_labels()[0]:
         left.legend(frameon=False, fontsize=9)
     right.set_ylim(0, 1.08 * max(row["tokens_per_second"] for run in runs for row in run.metrics))
-    right.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    right.yaxis.set_major_formatter(lambda value, _: tick_label(value))
     figure.tight_layout(w_pad=3)
     return figure
+
+
+def tick_label(value: float) -> str:
+    """With the digits that it has, and commas between thousands."""
+    rounded = round(value, 6)
+    return f"{rounded:,.0f}" if rounded == round(rounded) else f"{rounded:,}"
 
 
 def _line(axes: Axes, run: RunData, key: str, color: str, name: str | None) -> None:
@@ -184,8 +190,9 @@ def _device(axes: Axes, ends: Sequence[float], lines: Sequence[Line]) -> None:
     if any("reserved" in line for line in lines):
         reserved = [line["reserved"] / unit for line in lines]
         axes.step(times, [reserved[0], *reserved], color=_DARK, lw=1, ls=":", label=f"reserved, {max(reserved):.3g}")
-    _dress(axes, f"device, {name}")
-    axes.set_ylim(bottom=0)
+    on_gpu = any("peak" in line for line in lines)
+    _dress(axes, f"device, {name}" if on_gpu else f"{name}, a part of\nhost memory")
+    _from_zero(axes)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(
         handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False, fontsize=9,
@@ -206,7 +213,7 @@ def _host(axes: Axes, ends: Sequence[float], lines: Sequence[Line]) -> None:
                 [0.0, *ends], [sizes[0], *sizes], lw=1.5, color=color, ls=dashes, label=f"{label}, {max(sizes):.3g}"
             )
     _dress(axes, f"host, {name}")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     _legend(axes)
 
 
@@ -217,7 +224,7 @@ def _traffic(axes: Axes, ends: Sequence[float], lines: Sequence[Line], before: d
         sums = [(line["copied"][way] - before[way]) / unit for line in lines]
         axes.plot([0.0, *ends], [0.0, *sums], color=color, lw=1.5, label=f"{label}, {sums[-1]:.3g}")
     _dress(axes, f"copied, {name}")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     _legend(axes)
 
 
@@ -270,6 +277,12 @@ def _dress(axes: Axes, label: str) -> None:
     axes.grid(axis="y", alpha=0.3)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def _from_zero(axes: Axes) -> None:
+    """From 0 up to a little above what is drawn: a line at the edge would be cut in half."""
+    most = float(axes.dataLim.y1)
+    axes.set_ylim(0, 1.08 * most if most > 0 else 1.0)
 
 
 def _legend(axes: Axes) -> None:

@@ -18,7 +18,7 @@ MOST_ROWS = 20
 def step_table(run: RunData) -> Table:
     """A row per step, or per every so manieth. Columns that say nothing in this run are left out."""
     moved = run.copied_by_step()
-    heads = ["step", "loss", "grad norm", "tokens", "tokens/s", "MFU", "seconds", "GPU GiB", "host GiB"]
+    heads = ["step", "loss", "grad norm", "tokens", "tokens/s", "MFU", "seconds", "GPU GiB", "host GiB, end"]
     heads += ["to GPU GiB", "to host GiB", "stall", "pages", "mass"]
     rows = []
     for row in spread(run.metrics, MOST_ROWS):
@@ -48,7 +48,16 @@ def step_table(run: RunData) -> Table:
 def run_table(runs: Sequence[RunData], names: Sequence[str]) -> Table:
     """A row per run."""
     heads = ["run", "steps", "tokens", "first loss", "last loss", "tokens/s", "MFU", "GPU GiB", "host GiB"]
-    return [[*heads, "copied GiB", "waited s"], *(_run_row(run, name) for run, name in zip(runs, names, strict=True))]
+    table = [[*heads, "copied GiB", "waited s"], *(_run_row(run, name) for run, name in zip(runs, names, strict=True))]
+    losses = [run.last_tokens_loss() for run in runs]
+    if not any(losses):
+        return table
+    pairs = [["eval before", "eval after"], *(_pair(loss) for loss in losses)]
+    return [[*cells[:5], *pair, *cells[5:]] for cells, pair in zip(table, pairs, strict=True)]
+
+
+def _pair(loss: dict[str, Any] | None) -> list[str]:
+    return ["-", "-"] if loss is None else [f"{loss[when]:.4f}" for when in ("before", "after")]
 
 
 def _run_row(run: RunData, name: str) -> list[str]:

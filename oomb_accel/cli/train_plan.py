@@ -15,6 +15,7 @@ def plan_text(plan: TrainingPlan) -> str:
     several = len(plan.lengths) > 1
     lines = [
         "dry run: no weights were loaded, nothing was written",
+        *([] if plan.cost is None else [plan.machine.note]),
         f"data    {len(plan.lengths):,} document{'s' if several else ''}, {sum(plan.lengths):,} tokens, "
         f"{plan.num_targets:,} of them trained; {spread(plan.lengths)}",
         *(f"        {note}" for note in plan.notes),
@@ -30,9 +31,8 @@ def plan_text(plan: TrainingPlan) -> str:
         return "\n".join([*lines, "", "There is no estimate: chunk recurrence is off (oomb.enabled: false)."])
     cost = plan.cost
     lines += [
-        f"time    about {format_seconds(plan.seconds)} ({cost.step_seconds:,.1f} s for the mean step), without loading "
-        "and saving",
-        f"        {plan.machine.note}",
+        f"time    about {_time(plan.seconds)} ({_time(cost.step_seconds)} for the mean step), "
+        "without loading and saving",
         "",
         "A step with the longest stream:",
         estimate_report(cost.estimate, cost.longest, cost.changes, None, cost.reasons),
@@ -40,6 +40,11 @@ def plan_text(plan: TrainingPlan) -> str:
     if cost.changes:
         lines.append("Settings such as chunk_tokens belong into the oomb block: --oomb.chunk_tokens 4096.")
     return "\n".join(lines)
+
+
+def _time(seconds: float) -> str:
+    """Short times with two digits, so that none reads 0."""
+    return f"{seconds:.2g} s" if seconds < 10 else format_seconds(seconds)
 
 
 def _saves(plan: TrainingPlan) -> str:

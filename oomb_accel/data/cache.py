@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from pathlib import Path
 from oomb_accel.data.store import is_whole
 from oomb_accel.sources import CACHE_VARIABLE
 from oomb_accel.spelling import called
+from oomb_accel.writing import is_full
 
 WAIT_S = 2 * 3600.0
 """Longest wait for another process that builds the same."""
@@ -49,10 +48,10 @@ def cached(root: Path, key: str, build: Callable[[Path], None], *, wait_s: float
         if not _wait(lock.fileno(), final, wait_s):
             return final
         _remove_leftovers(root, key)
-        folder = Path(tempfile.mkdtemp(prefix=f"{key}.part-", dir=root))
+        folder = root / f"{key}.part-{os.getpid()}"  # others may use a shared cache, as far as the umask lets them
+        folder.mkdir()
         try:
             build(folder)
-            folder.chmod(0o755)  # others may use a shared cache
             folder.rename(final)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -100,8 +99,7 @@ def _says_where(root: Path) -> Iterator[None]:
         place = str(getattr(error, "filename", None) or root)
         if not place.startswith(str(root)):
             raise
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "is full" if full else "cannot be written"
+        what = "is full" if is_full(error, root) else "cannot be written"
         places = " or ".join(dict.fromkeys([called("data_cache"), CACHE_VARIABLE]))
         raise ValueError(
             f"The cache of token ids {what}.\n  {error} (in {str(root)!r}).\n"

@@ -15,6 +15,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from oomb_accel.writing import give_usual_modes, nearest, refusal_of, saying
+
 MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_config.json")
 _TEMPORARY = ".merging-"
 _OTHER_FILES = 64 * 2**20
@@ -65,10 +67,11 @@ def check_output(folder: Path, num_bytes: int = 0) -> None:
             f"--output_dir {str(folder)!r} has a model already.\n  Found {', '.join(there[:3])}.\n"
             f"  Use another folder, such as --output_dir {str(folder).rstrip('/')}-merged, or remove what is there."
         )
-    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
-    if not os.access(place, os.W_OK):
+    refusal, place = refusal_of(folder), nearest(folder)
+    if refusal is not None:
         raise ValueError(
-            f"--output_dir {str(folder)!r} cannot be written.\n  No permission in {place}.\n  Use a folder of your own."
+            f"--output_dir {str(folder)!r} cannot be written.\n  {refusal}.\n"
+            "  Use a folder of your own, on another disk perhaps."
         )
     free, wanted = shutil.disk_usage(place).free, num_bytes + _OTHER_FILES
     if num_bytes and free < wanted:
@@ -124,21 +127,19 @@ def save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     """Write model and tokenizer. The config comes last: where it is, everything else is too.
 
     Raises:
-        RuntimeError: they could not be written; nothing is left of them then.
+        CannotWriteError: the file system did not take them; nothing is left of them then.
     """
     made = not folder.exists()
     temporary = folder / f"{_TEMPORARY}{os.getpid()}"
+    remedy = "Free space or use another folder, and merge again."
     try:
-        temporary.mkdir(parents=True)
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        for item in sorted(temporary.iterdir(), key=lambda item: item.name == "config.json"):
-            os.replace(item, folder / item.name)
-    except OSError as error:
-        raise RuntimeError(
-            f"The merged model could not be saved in {str(folder)!r}.\n  {error}\n"
-            "  Free space or use another folder, and merge again."
-        ) from error
+        with saying(f"The merged model for --output_dir {str(folder)!r}", folder, remedy):
+            temporary.mkdir(parents=True)
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            give_usual_modes(temporary)
+            for item in sorted(temporary.iterdir(), key=lambda item: item.name == "config.json"):
+                os.replace(item, folder / item.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if made and folder.is_dir() and not any(folder.iterdir()):

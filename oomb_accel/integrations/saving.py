@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from oomb_accel.reading import Unreadable, json_object
+from oomb_accel.writing import CannotWriteError, give_usual_modes, is_of_file_system
 
 _TEMPORARY = ".saving-"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -38,7 +39,8 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     Raises:
         ValueError: the model has no adapter.
-        RuntimeError: on every rank, when rank 0 could not write, or read back something else.
+        RuntimeError: on every rank, when rank 0 could not write, or read back something else. Where the file system
+            did not take it, that is a :class:`oomb_accel.writing.CannotWriteError`.
     """
     inner = _adapted(model)
     with _gathered(inner) as names:
@@ -47,14 +49,16 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             state = inner.state_dict()
             tensors = {name: state[name].detach().to("cpu", copy=True).contiguous() for name in names}
     problem = ""
+    kind: type[RuntimeError] = RuntimeError
     if _is_writer():
         try:
             _write(inner, tensors, Path(folder))
         except Exception as error:  # told to the other ranks first: they would wait for ever
             problem = f"{type(error).__name__}: {error}"
-    problem = _from_writer(problem)
+            kind = CannotWriteError if is_of_file_system(error) else RuntimeError
+    problem, kind = _from_writer(problem, kind)
     if problem:
-        raise RuntimeError(
+        raise kind(
             f"The adapter could not be saved in {str(folder)!r}.\n  {problem}\n"
             "  Free space or choose another folder, and save again; what was there before is untouched."
         )
@@ -126,6 +130,7 @@ def _write(inner: PeftModel, tensors: dict[str, Tensor], folder: Path) -> None:
         inner.save_pretrained(str(temporary), state_dict=tensors, selected_adapters=[inner.active_adapter])
         written = temporary if (temporary / WEIGHTS).is_file() else temporary / inner.active_adapter
         _check_written(inner, tensors, written / WEIGHTS)
+        give_usual_modes(written)
         # Weights come last: where they are, everything else is too.
         for item in sorted(written.iterdir(), key=lambda item: item.name == WEIGHTS):
             if item.is_file():
@@ -193,13 +198,12 @@ def _is_writer() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _from_writer(problem: str) -> str:
-    """Rank 0's value, on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return problem
-    told = [problem]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+def _from_writer(problem: str, kind: type[RuntimeError]) -> tuple[str, type[RuntimeError]]:
+    """Rank 0's values, on every rank."""
+    told: list[Any] = [problem, kind]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(told, src=0)
+    return told[0], told[1]
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:

@@ -26,6 +26,7 @@ from oomb_accel.training.progress_file import FORMAT, PROGRESS, files_of, read_p
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.reshard import TAG, cut_anew, fits, needs_other_shards
 from oomb_accel.training.run import Run, Summary
+from oomb_accel.writing import give_usual_modes
 
 STATE = "state"
 """Folder in a checkpoint with what Accelerate saves; beside it lies the result so far."""
@@ -50,7 +51,7 @@ def save_checkpoint(run: Run, step: int) -> Path:
     Returns: the folder, which is there whole or not at all.
     """
     name = f"checkpoint-{step}"
-    with run.folder.writing(), _new_folder(run, name) as folder:
+    with _new_folder(run, name) as folder:
         run.accelerator.save_state(str(folder / STATE), **_deepspeed(run, exclude_frozen_parameters=True))
         _write_result(run, folder)
         run.accelerator.wait_for_everyone()  # every rank has files of its own
@@ -67,7 +68,7 @@ def save_checkpoint(run: Run, step: int) -> Path:
 
 def save_result(run: Run) -> None:
     """Save the adapter (or the whole model) and the tokenizer as the result of the run. All ranks call this."""
-    with run.folder.writing(), _new_folder(run, "result") as folder:
+    with _new_folder(run, "result") as folder:
         _write_result(run, folder)
     if run.accelerator.is_main_process:
         run.folder.publish_result()
@@ -166,15 +167,24 @@ def keep_frozen_weights_out(run: Run) -> None:
 
 @contextmanager
 def _new_folder(run: Run, name: str) -> Iterator[Path]:
-    """A temporary folder that all ranks fill; gone again when that fails."""
+    """A temporary folder that all ranks fill; gone again when that fails.
+
+    Raises:
+        CannotWriteError: the file system did not take it.
+    """
     folder = run.folder.temporary(name)
     main = run.accelerator.is_main_process
     if main:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        with run.folder.writing():
+            folder.mkdir()
     run.accelerator.wait_for_everyone()
     try:
-        yield folder
+        with run.folder.writing():  # inside: whether the disk is full shows while all that was written is there
+            yield folder
+            run.accelerator.wait_for_everyone()
+            if main:
+                give_usual_modes(folder)
     except BaseException:
         if main:
             shutil.rmtree(folder, ignore_errors=True)

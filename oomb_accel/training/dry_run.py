@@ -37,7 +37,7 @@ from oomb_accel.sampler import LengthBalancedSampler, Step, tokens_of
 from oomb_accel.sources import gather, resolve
 from oomb_accel.training.data import check_vocabulary, load_corpus
 from oomb_accel.training.folder import RunFolder
-from oomb_accel.training.launch import asked_precision, deepspeed_plugin, launched_processes
+from oomb_accel.training.launch import asked_precision, deepspeed_plugin, launched_processes, on_gpu
 from oomb_accel.training.model import load_config, load_tokenizer
 from oomb_accel.training.progress_file import read_progress
 from oomb_accel.training.recipe import Recipe
@@ -153,10 +153,13 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
         ValueError: whatever of recipe, data and model would be refused before weights are loaded.
     """
     check_trackers(recipe)
-    folder = RunFolder(recipe)
+    folder = RunFolder(recipe, dry_run=True)
     ranks = num_gpus or launched_processes()
     plugin = deepspeed_plugin(recipe, ranks)
-    machine = find_machine(gpu, ranks, plugin, precision=asked_precision(recipe, plugin))
+    precision = asked_precision(recipe, plugin)
+    if precision == "auto" and gpu is None and not on_gpu():
+        precision = "no"  # as the run on this CPU has it
+    machine = find_machine(gpu, ranks, plugin, precision=precision)
     resolved = resolve(*gather(None if plugin is None else plugin.deepspeed_config, *recipe.oomb_sources()))
     recipe.oomb = resolved.config
     corpus = load_corpus(recipe, load_tokenizer(recipe))
@@ -179,7 +182,7 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
         machine=machine,
         lengths=lengths,
         num_targets=sum(corpus.documents.num_targets()),
-        notes=list(corpus.notes),
+        notes=[*corpus.notes, *_note_of(folder)],
         num_steps=num_steps,
         steps_done=min(num_steps, read_progress(folder.resume)["step"] if folder.resume is not None else 0),
         steps_per_epoch=sampler.steps_per_epoch,
@@ -189,6 +192,13 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
     )
 
 
+def _note_of(folder: RunFolder) -> list[str]:
+    """That a run would be refused for what is in its folder, on one line."""
+    if folder.refusal is None:
+        return []
+    return ["a run would be refused: " + " ".join(line.strip() for line in folder.refusal.splitlines())]
+
+
 def find_machine(gpu: str | None, num_gpus: int, plugin: DeepSpeedPlugin | None, *, precision: str) -> Machine:
     """The machine to estimate for, as the launch and this host say."""
     zero: dict[str, Any] | None = None if plugin is None else plugin.deepspeed_config["zero_optimization"]
@@ -196,7 +206,7 @@ def find_machine(gpu: str | None, num_gpus: int, plugin: DeepSpeedPlugin | None,
     host = HOST_BYTES
     if gpu is not None:
         found, note = gpu_named(gpu), f"estimated for {num_gpus} x {gpu_named(gpu).name}, as asked for"
-    elif torch.cuda.is_available():
+    elif on_gpu():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         known = gpu_of_device(properties.name)
         found = replace(known or other_gpu(1, None, H200), memory_bytes=properties.total_memory)
@@ -204,7 +214,8 @@ def find_machine(gpu: str | None, num_gpus: int, plugin: DeepSpeedPlugin | None,
         note += "" if known else ", whose rates are not known: times are those of an H200"
         host = host_limits().available_bytes
     else:
-        found, note = H200, "there is no GPU here: estimated for an H200 and 128 GiB of host memory (--gpu NAME)"
+        found, note = H200, "there is no GPU here: estimated for an H200 and 128 GiB of host memory (--gpu NAME), "
+        note += "in the dtypes of a run on this CPU"
     return Machine(
         gpu=found,
         host_bytes=host,

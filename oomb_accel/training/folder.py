@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from safetensors import SafetensorError
-
 from oomb_accel.memory_report import FILE as MEMORY
 from oomb_accel.memory_report import check_lines, keep_lines
-from oomb_accel.reading import Unreadable, indented, json_object
+from oomb_accel.reading import Unreadable, json_object
 from oomb_accel.training.progress_file import PROGRESS, check_whole, step_of
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.resolved import resolved_yaml
+from oomb_accel.writing import CannotWriteError, saying
 
 METRICS, RECIPE, SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
 REPORTS = ("report_*.png", "report.html")
@@ -43,16 +42,19 @@ class RunFolder:
 
     Args:
         recipe: its ``output_dir``, ``overwrite_output_dir``, ``resume_from_checkpoint`` and ``save_total_limit`` count.
+        dry_run: nothing will be written: what is in the folder is no reason to refuse, but noted.
 
     Raises:
         ValueError: the folder holds something else, or cannot be written, or there is no such checkpoint.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, *, dry_run: bool = False) -> None:
         self.path = Path(recipe.output_dir)
         self.last_saved: Path | None = None
         self.origins: dict[str, str] = {}
         """Place of each setting of the recurrence that somebody wrote down, for the resolved recipe."""
+        self.refusal: str | None = None
+        """In a dry run, why a run would be refused for what is in the folder."""
         self._recipe = recipe
         self._started = False
         if self.path.is_symlink() and not self.path.exists():
@@ -77,7 +79,12 @@ class RunFolder:
                 check_lines(self.path / name)
             self._check_later_checkpoints()
         elif self._content():
-            self._check_replaceable()
+            try:
+                self._check_replaceable()
+            except ValueError as error:
+                if not dry_run:
+                    raise
+                self.refusal = str(error)
         self.parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         """The folder itself, or the nearest one above it that exists."""
         try:
@@ -114,7 +121,7 @@ class RunFolder:
         """Append one line to metrics.jsonl, in a single write: a kill behind it cannot lose it."""
         line = (json.dumps(row) + "\n").encode()
         with self.writing():
-            handle = os.open(self.path / METRICS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            handle = os.open(self.path / METRICS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 if os.write(handle, line) < len(line):  # of what there was room for
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / METRICS))
@@ -145,7 +152,7 @@ class RunFolder:
         """Move the result into the folder. Weights come last: where they are, everything else is too.
 
         Raises:
-            RuntimeError: something could not be moved. It stays where it was written.
+            CannotWriteError: something could not be moved. It stays where it was written.
         """
         written = self.temporary("result")
         try:
@@ -156,7 +163,7 @@ class RunFolder:
                 os.replace(item, target)
             written.rmdir()
         except OSError as error:
-            raise RuntimeError(
+            raise CannotWriteError(
                 f"The result could not be moved into {str(self.path)!r}.\n  {error}.\n"
                 f"  What is left of it is in {str(written)!r}: move that by hand before another run starts here."
             ) from error
@@ -172,18 +179,11 @@ class RunFolder:
         """Inside, something is written to the folder.
 
         Raises:
-            RuntimeError: the file system did not take it.
+            CannotWriteError: the file system did not take it.
         """
-        try:
+        remedy = "Make room there, and go on with --resume; or set another output_dir."
+        with saying(f"output_dir {str(self.path)!r}", self.path, remedy):
             yield
-        except (OSError, SafetensorError, RuntimeError) as error:
-            if not _is_of_file_system(error):
-                raise
-            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-            raise RuntimeError(
-                f"output_dir {str(self.path)!r} cannot be written{': the disk is full' if full else ''}.\n"
-                f"  {indented(error)}\n  Make room there, and go on with --resume; or set another output_dir."
-            ) from error
 
     def _replace(self, name: str, write: Callable[[Path], object]) -> None:
         temporary = self.temporary(name)
@@ -296,11 +296,6 @@ class RunFolder:
 
     def _later_checkpoints(self) -> list[Path]:
         return [path for path in self._checkpoints() if self._goes_on and _number(path) > self._resume_step]
-
-
-def _is_of_file_system(error: Exception) -> bool:
-    """Also what torch and safetensors make of it."""
-    return not isinstance(error, RuntimeError) or "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)
 
 
 def _number(checkpoint: Path) -> int:

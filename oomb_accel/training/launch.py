@@ -32,7 +32,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     plugin = deepspeed_plugin(recipe, ranks)
     precision = asked_precision(recipe, plugin)
     if precision == "auto":
-        precision = "bf16" if _on_gpu() else "no"
+        precision = "bf16" if on_gpu() else "no"
     processes = InitProcessGroupKwargs(timeout=START_TIMEOUT)
     if plugin is not None:
         if clips_itself(plugin.zero_stage, precision):
@@ -75,7 +75,8 @@ def strategy(accelerator: Accelerator) -> str:
     return "replicas" if stage is None else f"ZeRO {stage}"
 
 
-def _on_gpu() -> bool:
+def on_gpu() -> bool:
+    """Whether this launch trains on GPUs of this machine."""
     return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
 
 

@@ -21,7 +21,7 @@ from oomb_accel.training.folder import RECIPE as CONFIG
 from oomb_accel.training.interrupt import StopSignals
 from oomb_accel.training.learning_rate import learning_rate_factor
 from oomb_accel.training.recipe import Recipe
-from oomb_accel.training.report import already_done, closing, header, measure_memory, step_line
+from oomb_accel.training.report import already_done, closing, header, keep_peaks, measure_memory, step_line
 from oomb_accel.training.run import Run, Summary
 from oomb_accel.training.setup import prepare
 from oomb_accel.training.step import run_step
@@ -65,6 +65,7 @@ def train(recipe: Recipe) -> Summary:
         summary.tokens_per_second = summary.tokens / summary.seconds
         save_result(run)
         summary.last_tokens_loss_after = _last_tokens_loss(run, "after")
+        keep_peaks(run)
     if run.trackers is not None:
         run.trackers.close()
     if run.accelerator.is_main_process:

@@ -17,12 +17,18 @@ from oomb_accel.training.run import Run
 
 
 def measure_memory(run: Run) -> None:
-    """Update the peaks in the summary, behind the update of a step."""
+    """Take a sample behind the update of a step, and update the peaks in the summary."""
+    if run.memory is not None:
+        run.memory.updated()
+    keep_peaks(run)
+
+
+def keep_peaks(run: Run) -> None:
+    """Update the peaks in the summary."""
     summary = run.summary
     summary.peak_host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     peak = torch.cuda.max_memory_allocated(run.accelerator.device) if run.accelerator.device.type == "cuda" else 0
     if run.memory is not None:
-        run.memory.updated()
         summary.memory_peaks = run.memory.peaks_as_dict()
         if "allocated" in run.memory.peaks:  # torch's own figure starts anew at every chunk
             peak = max(peak, run.memory.peaks["allocated"].num_bytes)
@@ -97,7 +103,7 @@ def closing(run: Run) -> str:
             f"{summary.last_tokens_loss_before:.4f} -> {summary.last_tokens_loss_after:.4f}"
         )
     gpu = "" if summary.peak_gpu_gib is None else f"GPU {summary.peak_gpu_gib:.1f} GiB, "
-    lines.append(f"peak memory: {gpu}host {summary.peak_host_gib:.1f} GiB")
+    lines.append(f"peak memory: {gpu}host {summary.peak_host_gib:.2f} GiB since the start, loading included")
     if run.memory is not None:
         lines += [f"  {row}" for row in run.memory.table().splitlines()]
     if run.accelerator.num_processes > 1:

@@ -39,6 +39,8 @@ class Summary:
     last_tokens_loss_after: float | None = None
     peak_gpu_gib: float | None = None
     peak_host_gib: float = 0.0
+    """Of the process since it was started, loading included, as the kernel counts it. ``"process"`` in
+    `memory_peaks` is the largest sample in a step."""
     memory_peaks: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Peaks by tier, in bytes, and when they were; see `MemoryReport`."""
     output_dir: str = ""

@@ -89,6 +89,28 @@ def test_sums_are_rounded_once(tmp_path: Path, model_folder: Path, adapter_folde
     assert torch.equal(load_file(tmp_path / "wide" / "model.safetensors")[name], exact.state_dict()[name])
 
 
+@pytest.mark.parametrize(("error", "dtype", "noted"), [(0.0166, "auto", True), (0.005, "auto", False),
+                                                     (0.0166, "float32", False)])  # fmt: skip
+def test_rounding_that_takes_much_of_the_effect_is_noted(
+    error: float,
+    dtype: str,
+    noted: bool,
+    tmp_path: Path,
+    model_folder: Path,
+    adapter_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).save_pretrained(half)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(half)
+    verdict = merging.Verdict(num_tokens=5, error=error, limit=0.05, effect=0.0358, same_choice=1.0)
+    monkeypatch.setattr("oomb_accel.cli.merge.compare", lambda *_: verdict)
+    assert merge(adapter_folder, tmp_path / "out", "--model", half, "--dtype", dtype) == 0
+    said = capsys.readouterr().out
+    assert ("note: rounding to bfloat16 is 46% of the adapter's effect; --dtype float32" in said) == noted
+
+
 def test_rope_of_the_run_goes_into_the_config(tmp_path: Path, model_folder: Path, adapter_folder: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(adapter_folder, run)
@@ -123,11 +145,11 @@ def test_a_save_that_fails_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
-    assert merge(adapter_folder, tmp_path / "out") == 1
+    assert merge(adapter_folder, tmp_path / "out") == 2
     assert "No space left" in capsys.readouterr().err and not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    assert merge(adapter_folder, tmp_path / "out") == 1
+    assert merge(adapter_folder, tmp_path / "out") == 2
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
@@ -177,7 +199,13 @@ def test_errors(
 def test_a_folder_without_permission_is_refused(
     tmp_path: Path, adapter_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = os.access  # root may write everywhere, so what the system would say to others is said here
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path and plain(path, mode))
+    plain = os.mkdir  # root may write everywhere, so what the system would say to others is said here
+
+    def mkdir(path: Any, *rest: Any) -> None:
+        if Path(path).parent == tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        plain(path, *rest)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
     assert merge(adapter_folder, tmp_path / "out") == 2
-    assert "No permission" in capsys.readouterr().err
+    assert f"{tmp_path}: Permission denied" in capsys.readouterr().err

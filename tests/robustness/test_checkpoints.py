@@ -166,7 +166,7 @@ def test_a_disk_that_fills(place: Place, capsys: pytest.CaptureFixture[str], num
     path = place.recipe(max_steps=3, save_steps=1)
     assert main(["train", path, "--dry_run"]) == 0  # token ids are in the cache then
     with largest_file(num_bytes):
-        message = refused(["train", path], 1, ("output_dir", "cannot be written"), capsys)
+        message = refused(["train", path], 2, ("output_dir", "cannot be written"), capsys)
     assert str(place.folder / "out") in message and "--resume" in message
     out = place.folder / "out"
     assert not list(out.glob("checkpoint-*")) and not list(out.glob(".saving-*"))
@@ -190,7 +190,7 @@ def test_a_full_disk_at_the_second_save(
     path = place.recipe(max_steps=3, save_steps=1)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", full)
-        refused(["train", path], 1, ("No space left", "is full", "--resume"), capsys)
+        refused(["train", path], 2, ("No space left", "is full", "--resume"), capsys)
     assert [item.name for item in (place.folder / "out").glob("checkpoint-*")] == ["checkpoint-1"]
     assert main(["train", path, "--resume"]) == 0
     assert "goes on from" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,13 @@ def test_the_report_of_a_real_run(
     assert main(["report", str(out)]) == 0
     said = capsys.readouterr().out
     assert "3 steps, 1,083 tokens, done" in said and f"-> {summary['last_loss']:.4f}" in said
+    losses = f"{summary['last_tokens_loss_before']:.4f} -> {summary['last_tokens_loss_after']:.4f}"
+    assert f"evaluation, loss on the last 16 tokens: {losses}" in said
+    assert losses.split()[-1] in (out / "report.html").read_text()
+    assert summary["memory_peaks"] == {name: asdict(peak) for name, peak in read_run(out).peaks.items()}
+    assert summary["peak_host_gib"] * GIB >= summary["memory_peaks"]["process"]["num_bytes"] - 2**20
+    assert "host, the whole process, in steps" in said and "host GiB, end" in said
+    assert "GiB since the start, loading included" in trained
     table = said[said.index("peak memory, GiB") : said.index("written ")].strip().splitlines()
     printed_by_train = [text.removeprefix("  ") for text in trained.splitlines()]
     assert len(table) > 8 and all(text in printed_by_train for text in table)  # the same in both places
@@ -239,3 +247,45 @@ def test_without_matplotlib(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "pip install 'oomb_accel[report]'" in said.err and len(said.err.splitlines()) == 3
     assert main(["report", str(run), "--no_plots"]) == 0
     assert main(["report", str(run), "--json"]) == 0
+
+
+def test_evaluation_before_and_after(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the text, the page, the JSON and beside other runs; a run without it has none."""
+    assert main(["report", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["last_tokens_loss"] is None
+    other = run / "other"
+    other.mkdir()
+    write(other / "metrics.jsonl", [row(1)])
+    (other / "summary.json").write_text('{"last_tokens_loss_before": 2.5, "last_tokens_loss_after": 1.25}')
+    (other / "config.yaml").write_text("eval_last_tokens: 64\n")
+    assert main(["report", str(other), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["last_tokens_loss"]
+    assert found == {"tokens": 64, "before": 2.5, "after": 1.25}
+    assert main(["report", str(other)]) == 0
+    assert "loss on the last 64 tokens: 2.5000 -> 1.2500" in capsys.readouterr().out
+    page = (other / "report.html").read_text()
+    assert "<b>1.2500</b><span>evaluation after</span>" in page and "2.5000 -&gt; 1.2500" in page
+    assert main(["report", str(run), str(other), "--no_plots"]) == 0
+    heads, first, second = capsys.readouterr().out.splitlines()[:3]
+    assert "eval before  eval after" in heads and "2.5000" in second and "1.2500" in second and "2.5000" not in first
+
+
+def test_ticks_say_what_they_are() -> None:
+    from oomb_accel.cli.report_plots import tick_label
+
+    assert [tick_label(value) for value in (0.0, 2.5, 7.5, 10.0, 0.30000000000000004, 1250.0, 1e6)] == [
+        *("0", "2.5", "7.5", "10", "0.3", "1,250", "1,000,000")
+    ]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_memory_is_drawn_whole_and_called_what_it_is(tmp_path: Path, on_gpu: bool) -> None:
+    """No line at the upper edge; what a CPU run calls its device is host memory."""
+    from oomb_accel.cli.report_plots import figures_of
+
+    more = {"peak": 7 * GIB, "reserved": 8 * GIB} if on_gpu else {}
+    write(tmp_path / "memory.jsonl", [line(1, second, "forward", up=GIB, **more) for second in (1.0, 2.0)])
+    for axes in figures_of([read_run(tmp_path)], None)["memory"].axes:
+        assert axes.get_ylim()[1] > 1.05 * axes.dataLim.y1 > 0
+        if "device" in axes.get_ylabel() or "part of" in axes.get_ylabel():
+            assert axes.get_ylabel() == ("device, GiB" if on_gpu else "GiB, a part of\nhost memory")

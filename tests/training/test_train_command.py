@@ -100,7 +100,49 @@ def test_a_dry_run_writes_nothing(
     text = capsys.readouterr().out
     for words in ("3 documents, 440 tokens, 437 of them trained", "4 of 4 documents", "It fits.", "no GPU here"):
         assert words in text
+    assert "no GPU here" in text.splitlines()[1] and " 0:00" not in text and "time    about " in text
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_over_a_finished_run(
+    settings: dict[str, Any], write_recipe: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It writes nothing, so it says what a run would be refused for and goes on."""
+    path = str(write_recipe(settings | {"max_steps": 1}))
+    assert main(["train", path]) == 0
+    before = {item: item.stat().st_mtime_ns for item in Path(settings["output_dir"]).rglob("*")}
+    capsys.readouterr()
+    assert main(["train", path, "--dry_run"]) == 0
+    said = capsys.readouterr().out
+    assert "a run would be refused: output_dir" in said and "holds another run" in said and "It fits." in said
+    assert {item: item.stat().st_mtime_ns for item in Path(settings["output_dir"]).rglob("*")} == before
+    assert main(["train", path]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpu", "dtype"),
+    [
+        ({"torch_dtype": "float32"}, None, "float32"),
+        ({"torch_dtype": "float32", "mixed_precision": "no"}, None, "float32"),
+        ({"torch_dtype": "float32", "mixed_precision": "no"}, "h100", "float32"),
+        ({"torch_dtype": "float32"}, "h100", "bfloat16"),
+        ({"torch_dtype": "bfloat16"}, None, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_a_dry_run_counts_pages_in_the_dtype_of_the_run(
+    settings: dict[str, Any],
+    write_recipe: Write,
+    changes: dict[str, Any],
+    gpu: str | None,
+    dtype: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write_recipe(settings | changes)
+    plan = plan_training(Recipe.from_yaml(path), gpu=gpu)
+    assert plan.cost is not None and plan.cost.estimate.job.pages.value_dtype == dtype
+    assert main(["train", str(path), "--dry_run", *(["--gpu", gpu] if gpu else [])]) == 0
+    assert f"pages {dtype}, their gradients" in capsys.readouterr().out
 
 
 def test_a_dry_run_that_does_not_fit(
