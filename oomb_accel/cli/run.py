@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 
-from oomb_accel.config import unknown_key_message
+from oomb_accel.config import unknown_message
 from oomb_accel.sources import (
     PRESET_VARIABLE,
     from_deepspeed,
@@ -86,7 +86,7 @@ def _split(arguments: list[str]) -> tuple[list[tuple[str, str]], bool, list[str]
         name = flag.lstrip("-").replace("-", "_")
         known = ["oomb_config", *(f"oomb.{setting}" for setting in setting_names())]
         if name not in known:
-            raise ValueError(unknown_key_message(flag, [f"--{item}" for item in known], "the command line"))
+            raise ValueError(unknown_message("option", flag, [f"--{item}" for item in known], "on the command line"))
         if not equals:
             if not arguments:
                 raise ValueError(

@@ -15,6 +15,7 @@ from oomb_accel.data.folder import chosen, file_names, folder_chunks, list_folde
 from oomb_accel.data.rows import READERS, Numbered, optional, read_rows
 from oomb_accel.data.settings import DataSettings
 from oomb_accel.data.text import text_chunks, why_skipped
+from oomb_accel.reading import in_a_line
 from oomb_accel.spelling import called
 
 HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?")
@@ -154,7 +155,7 @@ def _saved(folder: Path, settings: DataSettings) -> Source:
         return _dataset(str(folder), datasets.load_from_disk(str(folder)), settings)
     except (OSError, TypeError, KeyError) as error:
         raise ValueError(
-            f"The dataset in {str(folder)!r} cannot be loaded.\n  {type(error).__name__}: {error}.\n"
+            f"The dataset in {str(folder)!r} cannot be loaded.\n  {type(error).__name__}: {in_a_line(error)}.\n"
             "  Save it again with save_to_disk, or write it as .parquet."
         ) from None
 

@@ -15,6 +15,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from oomb_accel.reading import in_a_line
+
 MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_config.json")
 _TEMPORARY = ".merging-"
 _OTHER_FILES = 64 * 2**20
@@ -110,7 +112,8 @@ def merge(adapted: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
             layer.merge(safe_merge=True)
         except ValueError as error:
             raise ValueError(
-                f"The adapter cannot be merged.\n  {error}\n  Its training has failed; take an earlier checkpoint."
+                f"The adapter cannot be merged.\n  {in_a_line(error)}\n"
+                "  Its training has failed; take an earlier checkpoint."
             ) from error
         inner.to(dtype)
     merged: Any = adapted.unload()

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from oomb_accel.memory_report import FILE as MEMORY
 from oomb_accel.memory_report import check_lines, keep_lines
-from oomb_accel.reading import Unreadable, indented, json_object
+from oomb_accel.reading import Unreadable, in_a_line, json_object
 from oomb_accel.training.progress_file import PROGRESS, check_whole, step_of
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.resolved import resolved_yaml
@@ -182,7 +182,7 @@ class RunFolder:
             full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
             raise RuntimeError(
                 f"output_dir {str(self.path)!r} cannot be written{': the disk is full' if full else ''}.\n"
-                f"  {indented(error)}\n  Make room there, and go on with --resume; or set another output_dir."
+                f"  {in_a_line(error)}\n  Make room there, and go on with --resume; or set another output_dir."
             ) from error
 
     def _replace(self, name: str, write: Callable[[Path], object]) -> None:

@@ -134,7 +134,7 @@ FLAGS = [
 
 PRESETS = [
     Bad("preset: a tag that runs code", preset(f"chunk_tokens: {RUN_CODE}"), ("preset.yaml", "os.system")),
-    Bad("preset: empty", preset(""), ("one mapping", "NoneType")),
+    Bad("preset: empty", preset(""), ("one mapping", "it is empty")),
     Bad("preset: twice", preset("chunk_tokens: 64\nchunk_tokens: 128"), ("stands twice",)),
     Bad("preset: misspelt", preset("chunk_token: 64"), ("chunk_token", "chunk_tokens")),
     Bad("preset: wrong encoding", preset(b"a: \xfc"), ("preset.yaml", "0xfc")),
