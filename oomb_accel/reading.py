@@ -27,7 +27,7 @@ def file_text(path: Path) -> str:
     except FileNotFoundError:
         raise Unreadable(f"There is no file {path}, looked in {os.getcwd()}.") from None
     except UnicodeDecodeError as error:
-        raise Unreadable(f"It is no UTF-8 text: {error.reason} at byte {error.start}.") from None
+        raise Unreadable(f"It is no UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}.") from None
     except OSError as error:
         raise Unreadable(f"{error.strerror or error}.") from None
     except ValueError as error:  # a zero byte in the path

@@ -35,6 +35,8 @@ _PREFIX = "OOMB_"
 _OTHER_VARIABLES = frozenset(
     {PRESET_VARIABLE, CACHE_VARIABLE, "OOMB_DEBUG", "OOMB_PYTHON", "OOMB_TORCH_INDEX", "OOMB_ALLOW_CUDA_TORCH"}
 )
+_TYPED: dict[str, tuple[str, str]] = {}
+"""Of a variable that stands for an option of this command line: its value, and the option."""
 _SETTINGS: dict[str, Any] = typing.get_type_hints(OombConfig)
 
 Kind = Literal["python", "flag", "yaml", "json"]
@@ -176,9 +178,20 @@ def from_environment(environ: Mapping[str, str]) -> tuple[Source, ...]:
         if variable != variable_of(name) or name not in _SETTINGS:
             known = [*map(variable_of, _SETTINGS), *_OTHER_VARIABLES]
             raise ValueError(unknown_key_message(variable, known, "the environment"))
-        values[name] = from_text(name, text, variable)
-    places = {name: variable_of(name) for name in values}
+        values[name] = from_text(name, text, _place_of_variable(variable, environ))
+    places = {name: _place_of_variable(variable_of(name), environ) for name in values}
     return (Source("the environment", "flag", values, places),) if values else ()
+
+
+def remember_option(variable: str, text: str, option: str) -> None:
+    """From now on messages name the option where the variable has this value: it was typed, and became the variable
+    for whoever reads settings in this process."""
+    _TYPED[variable] = (text, option)
+
+
+def _place_of_variable(variable: str, environ: Mapping[str, str]) -> str:
+    text, option = _TYPED.get(variable, (None, variable))
+    return option if environ[variable] == text else variable
 
 
 def setting_names() -> list[str]:

@@ -16,6 +16,7 @@ from oomb_accel.sources import (
     from_text,
     gather,
     launched_config,
+    remember_option,
     resolve,
     setting_names,
     variable_of,
@@ -113,6 +114,7 @@ def _into_environment(options: list[tuple[str, str]], environ: MutableMapping[st
                 f"  Remove one of them, or write {text} in both."
             )
         environ[variable] = text
+        remember_option(variable, text, f"--{name}")
 
 
 def _comparison(setting: str, place: str) -> Callable[[str, str], bool]:
@@ -130,6 +132,7 @@ def _check_requested(script_arguments: list[str]) -> bool:
     requested = [source for item in configs for source in gather(item)]
     if not requested:
         os.environ[variable_of("enabled")] = "true"
+        remember_option(variable_of("enabled"), "true", "oomb run")
     resolved = [resolve(*gather(item)) for item in configs]  # all of them: each may hold a contradiction
     return any(one.config.enabled for one in resolved)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -77,7 +78,9 @@ def _file(path: Path) -> Source:
     try:
         digest, num_bytes = _digest(path), path.stat().st_size
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read.\n  {error}.\n  Check who may read it: ls -l {path}") from None
+        raise ValueError(
+            f"{str(path)!r} cannot be read.\n  {error}.\n  Check who may read it: ls -l {shlex.quote(str(path))}"
+        ) from None
     if path.suffix.lower() in READERS:
         return Source(str(path), digest, num_bytes, rows=lambda: read_rows(path))
     return Source(str(path), digest, num_bytes, chunks=lambda: text_chunks(path))

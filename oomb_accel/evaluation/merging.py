@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -60,12 +61,14 @@ def check_output(folder: Path, num_bytes: int = 0) -> None:
         ValueError: with what would work.
     """
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output_dir {str(folder)!r} is a file.\n  Got a file.\n  Use --output_dir {folder}-merged.")
+        raise ValueError(
+            f"--output_dir {str(folder)!r} is a file.\n  Got a file.\n  Use --output_dir {_other(folder)}."
+        )
     there = sorted({path.name for pattern in MODEL_FILES for path in folder.glob(pattern)})
     if there:
         raise ValueError(
             f"--output_dir {str(folder)!r} has a model already.\n  Found {', '.join(there[:3])}.\n"
-            f"  Use another folder, such as --output_dir {str(folder).rstrip('/')}-merged, or remove what is there."
+            f"  Use another folder, such as --output_dir {_other(folder)}, or remove what is there."
         )
     place = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     if not os.access(place, os.W_OK):
@@ -79,6 +82,11 @@ def check_output(folder: Path, num_bytes: int = 0) -> None:
             f"  It needs {wanted / 1e9:.2f} GB, {free / 1e9:.2f} GB are free.\n"
             f"  Free {(wanted - free) / 1e9:.2f} GB, use a folder on another disk, or --dtype bfloat16."
         )
+
+
+def _other(folder: Path) -> str:
+    """Another folder beside one, as a shell takes it."""
+    return shlex.quote(f"{folder}-merged")
 
 
 def num_bytes(model: nn.Module, dtype: torch.dtype) -> int:

@@ -245,8 +245,9 @@ def test_without_settings_the_defaults_hold(script: str, tmp_path: Path) -> None
     [
         (["--oomb.chunk_token", "16"], "Did you mean '--oomb.chunk_tokens'"),
         (["--oomb_conf", "x"], "Did you mean '--oomb_config'"),
-        (["--oomb.chunk_tokens", "many"], "chunk_tokens='many'"),
-        (["--oomb.chunk_tokens", "64"], "chunk_tokens=64 with page_tokens=128"),
+        (["--oomb.chunk_tokens", "many"], "In --oomb.chunk_tokens: chunk_tokens has a value that is not allowed."),
+        (["--oomb.page-tokens", "many"], "In --oomb.page_tokens: "),
+        (["--oomb.chunk_tokens", "64"], "In --oomb.chunk_tokens: A chunk must"),
         (["--oomb_config", "nowhere.yaml"], "'nowhere.yaml' cannot be read"),
     ],
 )
