@@ -113,7 +113,7 @@ RECIPES = [
 ]
 
 FLAGS = [
-    Bad("an unknown flag", train("--learning_rat", "1"), ("learning_rat", "Did you mean 'learning_rate'")),
+    Bad("an unknown flag", train("--learning_rat", "1"), ("learning_rat", "Did you mean '--learning_rate'")),
     Bad("an unknown flag of the block", train("--oomb.chunk", "1"), ("oomb.chunk", "--oomb.chunk_tokens")),
     Bad("the block as a flag", train("--oomb", "{}"), ("oomb",)),
     Bad("no value", train("--learning_rate"), ("--learning_rate", "no value")),
