@@ -255,6 +255,15 @@ def test_wrong_options(words: list[str], expected: str, script: str, capsys: pyt
     assert expected in refusal([*words, script], capsys)
 
 
+def test_the_banner_names_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
+    run._into_environment([("oomb.chunk_tokens", "512")], environment)
+    places = [source.place_of("chunk_tokens") for source in surroundings(environment)]
+    assert places == ["--oomb.chunk_tokens"]
+    environment["OOMB_CHUNK_TOKENS"] = "1024"  # somebody else's
+    assert [source.place_of("chunk_tokens") for source in surroundings(environment)] == ["OOMB_CHUNK_TOKENS"]
+
+
 def test_calls_without_a_script(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "give the path of a script" in refusal(["--oomb.chunk_tokens", "512"], capsys)
     assert "has no value" in refusal(["--oomb.chunk_tokens"], capsys)
