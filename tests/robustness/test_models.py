@@ -166,7 +166,8 @@ def test_commands_without_a_recipe_run_remote_code_when_asked_for(
     command: str, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place.folder)
-    folder = model(with_code)(place) and place.folder / "model"
+    folder, text = place.folder / "model", place.write("t.txt", "some words " * 99)
+    model(with_code)(place)
     words = {
         "verify": ["verify", str(folder), "--chunk_tokens", "64", "--tokens", "100"],
         "eval": [
