@@ -174,7 +174,7 @@ def test_commands_without_a_recipe_run_remote_code_when_asked_for(
             "eval",
             str(folder),
             "--data",
-            place.write("t.txt", "some words " * 99),
+            text,
             "--parts",
             "position",
             "--tokens",
