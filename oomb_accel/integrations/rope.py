@@ -62,7 +62,7 @@ def check_length(config: Any, document_tokens: Sequence[int]) -> None:
         f"  Set rope_parameters: {{rope_type: yarn, factor: {factor}.0, original_max_position_embeddings: {original}}} "
         "(in Python config.rope_parameters, before loading), shorten the document to "
         f"{limit:,} tokens (max_length and truncation in a recipe), or train beyond the range as it is: "
-        "oomb.beyond_trained_length: allow."
+        "beyond_trained_length 'allow' (oomb.beyond_trained_length in a recipe)."
     )
 
 

@@ -170,16 +170,7 @@ def test_commands_without_a_recipe_run_remote_code_when_asked_for(
     model(with_code)(place)
     words = {
         "verify": ["verify", str(folder), "--chunk_tokens", "64", "--tokens", "100"],
-        "eval": [
-            "eval",
-            str(folder),
-            "--data",
-            text,
-            "--parts",
-            "position",
-            "--tokens",
-            "200",
-        ],
+        "eval": ["eval", str(folder), "--data", text, "--parts", "position", "--tokens", "200"],
         "merge": ["merge", str(place.run / "out"), "--model", str(folder), "--output_dir", "merged"],
     }[command]
     message = refused(words, 2, ("comes with Python code",), capsys)
