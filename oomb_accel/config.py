@@ -248,9 +248,20 @@ class OombConfig(_Given):
 
 def unknown_key_message(key: str, known: list[str], place: str, *, nearest: str | None = None) -> str:
     """The text of the error for a misspelt key: what, where, and the nearest valid one."""
-    near = [nearest] if nearest else difflib.get_close_matches(key[:100], known, n=1, cutoff=0.5)
-    remedy = f"Did you mean {near[0]!r}?" if near else f"Valid keys: {', '.join(sorted(known))}."
-    return f"Unknown key {shown(key)} in {place}.\n  {_number_known(len(known))}\n  {remedy}"
+    return unknown_message("key", key, known, f"in {place}", nearest=nearest)
+
+
+def unknown_message(kind: str, word: str, known: list[str], where: str, *, nearest: str | None = None) -> str:
+    """The text of the error for a misspelt word of any kind.
+
+    Args:
+        kind: what the word should have been, such as ``option``.
+        where: with its preposition, such as ``on the command line``.
+        nearest: the valid word that was meant, where that is known.
+    """
+    near = [nearest] if nearest else difflib.get_close_matches(word[:100], known, n=1, cutoff=0.5)
+    remedy = f"Did you mean {near[0]!r}?" if near else f"Valid {kind}s: {', '.join(sorted(known))}."
+    return f"Unknown {kind} {shown(word)} {where}.\n  {_number_known(len(known))}\n  {remedy}"
 
 
 def _number_known(number: int) -> str:

@@ -21,6 +21,10 @@ BACKWARD_COST = 3.0
 """Backward sweep over forward sweep (recompute, dQ, dK, dV), assumed until this run has measured it."""
 
 
+_LEAST_CHUNKS = 3
+"""Chunks that must be measured to see how cost grows with the position."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkEvent:
     """One chunk pass was queued on the device (on the CPU: has run)."""
@@ -72,12 +76,21 @@ class StepEstimate:
     """Seconds left in a step, from the marks of the chunks that are done.
 
     The cost of a token grows with its position, because it attends to all earlier ones: seconds per token are
-    fitted as ``a + b * position`` on the forward sweep. The backward sweep has the same shape, mirrored.
+    fitted as ``a + b * position`` on the forward sweep. The backward sweep has the same shape, mirrored. How cost grows
+    takes a few chunks to see; an earlier sweep of this run has shown it too.
     """
 
     def __init__(self) -> None:
         self.backward_cost = BACKWARD_COST
+        self.has_measured_backward = False
+        """Whether a backward sweep has been seen in this run; until then its cost is assumed."""
         self._line = (0.0, 0.0)
+        self._earlier: tuple[float, float] | None = None
+        """The line of the last sweep on which one could be fitted."""
+
+    def knows_growth(self, num_seconds: int) -> bool:
+        """Whether it can be told how cost grows with the position, with so many chunks measured in this sweep."""
+        return num_seconds >= _LEAST_CHUNKS or self._earlier is not None
 
     def fit(self, ends: list[int], seconds: list[float]) -> None:
         """Fit the forward sweep.
@@ -93,11 +106,16 @@ class StepEstimate:
         mean_rate = sum(seconds) / total
         spread = sum(w * (m - mean_middle) ** 2 for w, m in zip(widths, middles, strict=True))
         slope = 0.0
-        if len(seconds) >= 3 and spread > 0:
+        if len(seconds) < _LEAST_CHUNKS and self._earlier is not None:  # its shape, at the speed of now
+            a, b = self._earlier
+            slope = b * mean_rate / max(a + b * mean_middle, 1e-12)
+        elif len(seconds) >= _LEAST_CHUNKS and spread > 0:
             moment = sum((m - mean_middle) * s for m, s in zip(middles, seconds, strict=True))
             # Never below zero, and never so steep that the first token would cost less than nothing.
             slope = min(max(moment / spread, 0.0), mean_rate / max(mean_middle, 1.0))
         self._line = (mean_rate - slope * mean_middle, slope)
+        if len(seconds) >= _LEAST_CHUNKS:
+            self._earlier = self._line
 
     def forward_seconds(self, start: int, end: int) -> float:
         """Fitted time of the forward sweep over tokens ``[start, end)``; 0 before the first fit."""
@@ -105,7 +123,7 @@ class StepEstimate:
         return a * (end - start) + b * (end**2 - start**2) / 2
 
     def forget_forward(self) -> None:
-        """A new document: its forward sweep is fitted anew, the ratio of the sweeps is kept."""
+        """A new document: its forward sweep is fitted anew, the ratio of the sweeps and the growth are kept."""
         self._line = (0.0, 0.0)
 
     def learn_backward(self, done: int, total: int, elapsed: float) -> None:
@@ -113,6 +131,7 @@ class StepEstimate:
         spent = self.forward_seconds(total - done, total)
         if spent > 0:
             self.backward_cost = elapsed / spent
+            self.has_measured_backward = True
 
     def left_in_forward(self, done: int, total: int, with_backward: bool) -> float:
         rest = self.forward_seconds(done, total)
@@ -128,6 +147,9 @@ class StepEstimate:
 
 class ProgressLine:
     """One terminal line, rewritten in place: sweep, chunk i of n, tokens/s, time left, GPU and host memory.
+
+    The time is left out until it can be told how the cost of a chunk grows, and is called "about" until a whole
+    backward sweep has been measured: the first step also compiles kernels.
 
     Call it with each :class:`ChunkEvent`. It writes nothing, and costs nothing, when the stream is no
     terminal or when this process is not rank 0. On CUDA it waits, each time it draws, for the chunk *before*
@@ -207,7 +229,10 @@ class ProgressLine:
         if len(done) >= 2:
             elapsed = self._elapsed(done)
             parts.append(f"{(done[-1][0] - done[0][0]) / elapsed:,.0f} tok/s")
-            parts.append(f"{format_seconds(self._seconds_left(event, done, elapsed))} left")
+            left = self._seconds_left(event, done, elapsed)
+            if event.sweep == "backward" or self._estimate.knows_growth(len(done) - 1):
+                about = "" if self._estimate.has_measured_backward or not event.with_backward else "about "
+                parts.append(f"{about}{format_seconds(left)} left")
         parts.extend(memory_parts(event.device))
         columns = shutil.get_terminal_size().columns
         self._stream.write("\r" + " | ".join(parts)[: columns - 1] + "\x1b[K")

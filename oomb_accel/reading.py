@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import reprlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ def file_text(path: Path) -> str:
     """
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: another encoding, or a zero byte in the path
+    except FileNotFoundError:
+        raise Unreadable(f"There is no file {path}, looked in {os.getcwd()}.") from None
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"It is no UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}.") from None
+    except OSError as error:
+        raise Unreadable(f"{error.strerror or error}.") from None
+    except ValueError as error:  # a zero byte in the path
         raise Unreadable(str(error)) from None
 
 
@@ -36,7 +43,7 @@ def yaml_value(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
-        raise Unreadable(str(error).replace("\n", "\n  ")) from None
+        raise Unreadable(_yaml_problem(error)) from None
     except RecursionError:
         raise Unreadable("It is nested too deeply.") from None
     except ValueError as error:  # a date that there is not, a number with thousands of digits
@@ -70,19 +77,53 @@ def json_object(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise Unreadable(f"It is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise Unreadable(f"It holds {type(value).__name__}, no object.")
+        raise Unreadable(f"It holds {kind_of(value)}, no object.")
     return value
 
 
-def indented(reason: object) -> str:
-    """What another library said, as part of a message: not more than a few lines, each of them indented."""
-    lines = [line.strip()[:400] for line in str(reason).splitlines() if line.strip()]
-    return "\n  ".join(lines[:8]) or type(reason).__name__
+def in_a_line(reason: object) -> str:
+    """What another library said, as one line of a message: its first line, with those that it announces by a colon."""
+    said: list[str] = []
+    for line in str(reason).splitlines():
+        if line.strip():
+            said.append(line.strip())
+            if not said[-1].endswith(":"):
+                break
+    return " ".join(said)[:400] or type(reason).__name__
+
+
+def refusal(title: str, reasons: Sequence[str]) -> str:
+    """The text of an error for something that is not supported: three lines, two more for each further reason.
+
+    Args:
+        title: what is refused.
+        reasons: at least one, each what was found, and from its second sentence on what to do instead.
+    """
+    lines = [title.rstrip(".:") + "."]
+    for reason in reasons:
+        found, stop, remedy = " ".join(reason.split()).partition(". ")
+        lines += [found + stop.strip()] + ([remedy] if remedy else [])
+    return "\n  ".join(lines)
+
+
+def kind_of(value: object) -> str:
+    """What a file holds instead of a mapping, in words."""
+    words = {type(None): "nothing: it is empty", list: "a list", dict: "a mapping", str: "text", bool: "true or false"}
+    return words.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 
 def shown(value: object) -> str:
     """A value for a message: as Python writes it, cut short where it is long."""
     return _SHORT.repr(value)
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """What is wrong, and where, in one line."""
+    mark = getattr(error, "problem_mark", None)
+    what = " ".join(str(part) for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
+    if mark is None or not what:
+        return " ".join(str(error).split())
+    return f"Line {mark.line + 1}, column {mark.column + 1}: {' '.join(what.split())}."
 
 
 def _whole(digits: str) -> int:

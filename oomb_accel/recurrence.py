@@ -116,6 +116,7 @@ class _Recurrence(torch.autograd.Function):
         if recurrence is None:
             raise RuntimeError(
                 "The backward of this step has already run; its pages are freed.\n"
+                "  Got a second backward for one forward.\n"
                 "  Call backward once per forward (sum losses first), or run the forward again."
             )
         recurrence.refuse_changes()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oomb_accel.config import OombConfig, checked_setting, plain_value, unknown_key_message
-from oomb_accel.reading import Unreadable, file_text, json_value, shown, yaml_value
+from oomb_accel.reading import Unreadable, file_text, json_value, kind_of, shown, yaml_value
 from oomb_accel.setting_text import value_of_text
 
 BLOCK = "oomb"
@@ -35,6 +35,8 @@ _PREFIX = "OOMB_"
 _OTHER_VARIABLES = frozenset(
     {PRESET_VARIABLE, CACHE_VARIABLE, "OOMB_DEBUG", "OOMB_PYTHON", "OOMB_TORCH_INDEX", "OOMB_ALLOW_CUDA_TORCH"}
 )
+_TYPED: dict[str, tuple[str, str]] = {}
+"""Of a variable that stands for an option of this command line: its value, and the option."""
 _SETTINGS: dict[str, Any] = typing.get_type_hints(OombConfig)
 
 Kind = Literal["python", "flag", "yaml", "json"]
@@ -65,7 +67,7 @@ class Source:
             try:
                 checked[name] = checked_setting(name, value)
             except ValueError as error:
-                raise ValueError(f"In {where}: {error}{_why_not_auto(name, value)}") from None
+                raise ValueError(f"In {where}: {_with_default(str(error), name, value)}") from None
         object.__setattr__(self, "values", checked)
 
     def place_of(self, name: str) -> str:
@@ -176,9 +178,20 @@ def from_environment(environ: Mapping[str, str]) -> tuple[Source, ...]:
         if variable != variable_of(name) or name not in _SETTINGS:
             known = [*map(variable_of, _SETTINGS), *_OTHER_VARIABLES]
             raise ValueError(unknown_key_message(variable, known, "the environment"))
-        values[name] = from_text(name, text, variable)
-    places = {name: variable_of(name) for name in values}
+        values[name] = from_text(name, text, _place_of_variable(variable, environ))
+    places = {name: _place_of_variable(variable_of(name), environ) for name in values}
     return (Source("the environment", "flag", values, places),) if values else ()
+
+
+def remember_option(variable: str, text: str, option: str) -> None:
+    """From now on messages name the option where the variable has this value: it was typed, and became the variable
+    for whoever reads settings in this process."""
+    _TYPED[variable] = (text, option)
+
+
+def _place_of_variable(variable: str, environ: Mapping[str, str]) -> str:
+    text, option = _TYPED.get(variable, (None, variable))
+    return option if environ[variable] == text else variable
 
 
 def setting_names() -> list[str]:
@@ -222,7 +235,7 @@ def from_yaml(path: str | os.PathLike[str]) -> Source:
         values = values[BLOCK]
     if not isinstance(values, dict):
         raise ValueError(
-            f"The preset {str(path)!r} must hold one mapping of settings.\n  Got {type(values).__name__}.\n"
+            f"The preset {str(path)!r} must hold one mapping of settings.\n  Got {kind_of(values)}.\n"
             "  Example line: chunk_tokens: 8192"
         )
     return Source(str(path), "yaml", values)
@@ -304,7 +317,7 @@ def load_deepspeed_config(config: Mapping[str, Any] | str | os.PathLike[str]) ->
             '  Example: {"zero_optimization": {"stage": 2}, "oomb": {"chunk_tokens": 8192}}'
         ) from None
     if not isinstance(values, dict):
-        raise ValueError(f"The DeepSpeed config must be one mapping.\n  Got {type(values).__name__}.\n  Write {{...}}.")
+        raise ValueError(f"The DeepSpeed config must be one mapping.\n  Got {kind_of(values)}.\n  Write {{...}}.")
     return values
 
 
@@ -355,11 +368,14 @@ def _contradiction(name: str, earlier: tuple[Source, Any], later: tuple[Source, 
     )
 
 
-def _why_not_auto(name: str, value: object) -> str:
+def _with_default(message: str, name: str, value: object) -> str:
+    """The message for a value that is not allowed; for "auto" with what would work in place of all that is allowed."""
     if value != "auto":
-        return ""
+        return message
     default = plain_value(OombConfig.__dataclass_fields__[name].default)
-    return f'\n  "auto" is not resolved for {name}: set {json.dumps(default)} (the default), or leave {name} out.'
+    what, got, _ = message.splitlines()
+    remedy = f'"auto" is not resolved for {name}: set {json.dumps(default)} (the default), or leave {name} out.'
+    return f"{what}\n{got}\n  {remedy}"
 
 
 def _notes(values: Mapping[str, Any], origins: Mapping[str, str], overrides: list[str]) -> tuple[str, ...]:

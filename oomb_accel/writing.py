@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from oomb_accel.reading import indented
+from oomb_accel.reading import in_a_line
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_IN_WORDS = ("No space left", "requested and")
@@ -93,7 +93,7 @@ def saying(what: str, place: Path, remedy: str) -> Iterator[None]:
         if not is_of_file_system(error):
             raise
         full = ": the disk is full" if is_full(error, place) else ""
-        why = reason_of(error) if isinstance(error, OSError) else indented(str(error).removesuffix("."))
+        why = reason_of(error) if isinstance(error, OSError) else in_a_line(error).removesuffix(".")
         raise CannotWriteError(f"{what} cannot be written{full}.\n  {place}: {why}.\n  {remedy}") from error
 
 

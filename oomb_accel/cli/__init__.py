@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from oomb_accel.cli.quiet import hide_noise, wants_everything
 from oomb_accel.columns import aligned
-from oomb_accel.config import unknown_key_message
+from oomb_accel.config import unknown_message
+from oomb_accel.reading import in_a_line
 from oomb_accel.writing import CannotWriteError
 
 COMMANDS = {
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_usage())
         return OK if words else MISUSED
     if words[0] not in COMMANDS:
-        print(f"oomb: {unknown_key_message(words[0], list(COMMANDS), 'the command line')}", file=sys.stderr)
+        print(f"oomb: {unknown_message('command', words[0], list(COMMANDS), 'on the command line')}", file=sys.stderr)
         return MISUSED
 
     debug = debug or wants_everything(os.environ)
@@ -88,7 +89,7 @@ def _message(error: Exception) -> str | None:
     if _is_of_ours(error):
         return str(error)
     if _is_out_of_memory(error):
-        return _OUT_OF_MEMORY.format(error=error)
+        return _OUT_OF_MEMORY.format(error=in_a_line(error))
     if isinstance(error, (ValueError, RuntimeError)) and _raised_here(error):
         return str(error)
     return None

@@ -16,7 +16,7 @@ from oomb_accel.bench.tune import tune, tuning_table
 from oomb_accel.cli import env
 from oomb_accel.cli.options import Parser
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
-from oomb_accel.config import unknown_key_message
+from oomb_accel.config import unknown_message
 from oomb_accel.plan.sizes import parts_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,7 +40,10 @@ def main(arguments: Sequence[str]) -> int:
         RuntimeError: no GPU, or kernels that compute something wrong.
     """
     if arguments and not arguments[0].startswith("-") and arguments[0] not in _BENCHMARKS:
-        print(f"oomb bench: {unknown_key_message(arguments[0], _BENCHMARKS, 'the command line')}", file=sys.stderr)
+        print(
+            f"oomb bench: {unknown_message('benchmark', arguments[0], _BENCHMARKS, 'on the command line')}",
+            file=sys.stderr,
+        )
         return 2
     options = _parser().parse_args(arguments)
     if not torch.cuda.is_available() or torch.version.hip is not None:

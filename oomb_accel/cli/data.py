@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +89,7 @@ def _recipe(paths: list[str], model: str | None, settings: list[str]) -> Recipe:
     if not any(word.split("=")[0].replace("-", "_") == "__model_name_or_path" for word in words):
         raise ValueError(
             f"The tokenizer for {paths[0]!r} is not known.\n  Got neither a recipe nor --model.\n"
-            f"  Example: oomb data {paths[0]} --model Qwen/Qwen2.5-7B-Instruct"
+            f"  Example: oomb data {shlex.quote(paths[0])} --model Qwen/Qwen2.5-7B-Instruct"
         )
     return Recipe.from_options(words, data_path=paths if len(paths) > 1 else paths[0], output_dir="unused")
 

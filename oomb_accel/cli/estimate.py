@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +98,7 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, 
     if options.length is None:
         raise ValueError(
             f"The recipe does not say how long documents are.\n  max_length is not set in {path}.\n"
-            f"  Add --length 128K; or let oomb train {path} --dry_run read the data."
+            f"  Add --length 128K; or let oomb train {shlex.quote(path)} --dry_run read the data."
         )
     options.model = recipe.model_name_or_path
     return options, config, recipe.rope_parameters

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     config = _config(options, device)
     _check_places(options)
     rope = _rope(options)
-    tokenizer = tokenizer_of(options.model)
+    tokenizer = tokenizer_of(options.model, trust_remote_code=options.trust_remote_code)
     texts = load_texts(options.model, options.data, tokenizer, text_field=options.text_field)[: options.max_documents]
     planted = _plant(options, texts, tokenizer) if "facts" in options.parts else []
     texts = [dataclasses.replace(text, ids=text.ids[: options.tokens]) for text in texts]
@@ -65,7 +65,14 @@ def main(arguments: Sequence[str]) -> int:
         check_lengths(texts, options.last_tokens, contexts)
     dtype = getattr(torch, options.dtype, torch.float32 if device.type == "cpu" else None)
     subject = load_subject(
-        options.model, options.adapter, tokenizer, config, rope_parameters=rope, dtype=dtype, device=device
+        options.model,
+        options.adapter,
+        tokenizer,
+        config,
+        rope_parameters=rope,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=options.trust_remote_code,
     )
     check_texts(subject, texts, *_longest_pass(options, texts, planted))
     with tables_beside(options.json):

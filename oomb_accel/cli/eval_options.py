@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from oomb_accel.cli.options import Parser
+from oomb_accel.cli.options import Parser, add_trust_option
 from oomb_accel.cli.report_file import add_json_option
 from oomb_accel.cli.sparse_options import add_sparse_options, joined
-from oomb_accel.config import unknown_key_message
+from oomb_accel.config import unknown_message
 from oomb_accel.evaluation.windows import WHOLE
 from oomb_accel.reading import shown
 
@@ -92,6 +92,7 @@ def _parser() -> Parser:
         "trained with",
     )
     add("--beyond_trained_length", False, action="store_true", help="go beyond the range of the model as it is")
+    add_trust_option(parser)
     add_sparse_options(parser)
     return parser
 
@@ -100,7 +101,7 @@ def _parts(text: str) -> list[str]:
     found = [word.strip() for word in text.split(",") if word.strip()]
     for word in found:
         if word not in PARTS:
-            raise ValueError(unknown_key_message(word, list(PARTS), f"--parts {text}"))
+            raise ValueError(unknown_message("part", word, list(PARTS), f"in --parts {text}"))
     if not found:
         raise ValueError(f"--parts names nothing.\n  Got {text!r}.\n  Use some of {','.join(PARTS)}.")
     return [part for part in PARTS if part in found]

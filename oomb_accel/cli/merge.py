@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from oomb_accel.cli.devices import device_named
-from oomb_accel.cli.options import WITHOUT_RECIPE, Parser
+from oomb_accel.cli.options import WITHOUT_RECIPE, Parser, add_trust_option
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.evaluation.adapter import put_on, rope_of_run
 from oomb_accel.evaluation.merging import (
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     check_writable(options.json)
     name = options.model or _named(options.adapter)
     check_output(options.output_dir)
-    recipe = _recipe(name, rope_of_run(options.adapter))
+    recipe = _recipe(name, rope_of_run(options.adapter), options.trust_remote_code)
     tokenizer = load_tokenizer(recipe)
     base: Any = load_model(recipe)
     loaded = base.dtype
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     save(merge(adapted, dtype), tokenizer, options.output_dir)
     del adapted, base
     _say("loading it again to compare")
-    again = load_model(_recipe(str(options.output_dir), None)).to(device)
+    again = load_model(_recipe(str(options.output_dir), None, options.trust_remote_code)).to(device)
     verdict = compare(probe_logits(again, ids), with_adapter, without, (loaded, dtype))
     with tables_beside(options.json):
         print(_text(verdict, options.output_dir))
@@ -89,8 +89,14 @@ def _named(adapter: Path) -> str:
     return str(name)
 
 
-def _recipe(model: str, rope_parameters: dict[str, Any] | None) -> Recipe:
-    return Recipe(model_name_or_path=model, data_path="unused", output_dir="unused", rope_parameters=rope_parameters)
+def _recipe(model: str, rope_parameters: dict[str, Any] | None, trust_remote_code: bool) -> Recipe:
+    return Recipe(
+        model_name_or_path=model,
+        data_path="unused",
+        output_dir="unused",
+        rope_parameters=rope_parameters,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 def _text(verdict: Verdict, output: Path) -> str:
@@ -121,6 +127,7 @@ def _parser() -> Parser:
         help="of the result; auto is that of the model",
     )
     parser.add_argument("--device", default="cpu", help="where sums are made; cpu if left out")
+    add_trust_option(parser)
     add_json_option(parser)
     return parser
 

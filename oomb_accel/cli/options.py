@@ -7,10 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from oomb_accel.config import unknown_key_message
+from oomb_accel.config import unknown_message
 from oomb_accel.reading import shown
 
-WITHOUT_RECIPE = {"data_split": "", "data_include": "", "trust_remote_code": "", "data_cache": "OOMB_CACHE"}
+WITHOUT_RECIPE = {
+    **{"data_split": "", "data_include": "", "data_cache": "OOMB_CACHE"},
+    "trust_remote_code": "--trust_remote_code",
+}
 """What commands that read data and models take for settings of a recipe; see `oomb_accel.spelling.settings_called`."""
 
 
@@ -67,7 +70,7 @@ class Parser(argparse.ArgumentParser):
                 continue
             if found is None:
                 names = [name for name, _ in known.values() if name.startswith("--")]
-                raise ValueError(unknown_key_message(flag, names, "the command line").replace("key", "option", 1))
+                raise ValueError(unknown_message("option", flag, names, "on the command line"))
             name, action = found
             if not equals:
                 value = words[position + 1] if action.nargs != 0 and position + 1 < len(words) else ""
@@ -78,6 +81,15 @@ class Parser(argparse.ArgumentParser):
                 )
             checked.append(name + equals + value if equals else name)
         return checked
+
+
+def add_trust_option(parser: argparse.ArgumentParser) -> None:
+    """``--trust_remote_code`` of the commands that load a model without a recipe."""
+    parser.add_argument(
+        "--trust_remote_code",
+        action="store_true",
+        help="run the Python code that comes with the model or tokenizer; read it first. Off if left out",
+    )
 
 
 def number(least: float, *, above: bool = False) -> Callable[[str], float]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from oomb_accel.memory_report import FILE as MEMORY
 from oomb_accel.memory_report import Line, Peak, peaks_of
-from oomb_accel.reading import Unreadable, file_text, indented, json_object, shown, yaml_value
+from oomb_accel.reading import Unreadable, file_text, in_a_line, json_object, shown, yaml_value
 
 METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
 _OF_STEPS = ("step", "loss", "grad_norm", "tokens", "tokens_per_second", "seconds", "host_gib")
@@ -172,5 +172,5 @@ def _lines(path: Path, numbers: Sequence[str]) -> list[dict[str, Any]]:
 
 def _not_ours(path: Path, number: int, why: str) -> ValueError:
     return ValueError(
-        f"{path} line {number} is not what oomb train writes.\n  {indented(why)}.\n  Remove that line, or the file."
+        f"{path} line {number} is not what oomb train writes.\n  {in_a_line(why)}.\n  Remove that line, or the file."
     )

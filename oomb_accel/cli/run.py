@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 
-from oomb_accel.config import unknown_key_message
+from oomb_accel.config import unknown_message
 from oomb_accel.sources import (
     PRESET_VARIABLE,
     from_deepspeed,
     from_text,
     gather,
     launched_config,
+    remember_option,
     resolve,
     setting_names,
     variable_of,
@@ -86,7 +87,7 @@ def _split(arguments: list[str]) -> tuple[list[tuple[str, str]], bool, list[str]
         name = flag.lstrip("-").replace("-", "_")
         known = ["oomb_config", *(f"oomb.{setting}" for setting in setting_names())]
         if name not in known:
-            raise ValueError(unknown_key_message(flag, [f"--{item}" for item in known], "the command line"))
+            raise ValueError(unknown_message("option", flag, [f"--{item}" for item in known], "on the command line"))
         if not equals:
             if not arguments:
                 raise ValueError(
@@ -113,6 +114,7 @@ def _into_environment(options: list[tuple[str, str]], environ: MutableMapping[st
                 f"  Remove one of them, or write {text} in both."
             )
         environ[variable] = text
+        remember_option(variable, text, f"--{name}")
 
 
 def _comparison(setting: str, place: str) -> Callable[[str, str], bool]:
@@ -130,6 +132,7 @@ def _check_requested(script_arguments: list[str]) -> bool:
     requested = [source for item in configs for source in gather(item)]
     if not requested:
         os.environ[variable_of("enabled")] = "true"
+        remember_option(variable_of("enabled"), "true", "oomb run")
     resolved = [resolve(*gather(item)) for item in configs]  # all of them: each may hold a contradiction
     return any(one.config.enabled for one in resolved)
 

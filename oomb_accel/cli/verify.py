@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from oomb_accel.cli import verify_sparse, verify_storage
 from oomb_accel.cli.devices import device_named
-from oomb_accel.cli.options import WITHOUT_RECIPE, Parser
+from oomb_accel.cli.options import WITHOUT_RECIPE, Parser, add_trust_option
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.cli.sparse_options import add_sparse_options, joined, sparse_settings
 from oomb_accel.cli.verify_inputs import documents_of, load, trained
@@ -20,6 +20,7 @@ from oomb_accel.cli.verify_tables import parity_rows, parity_table
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations.parity import check_parity, check_parity_low_precision
 from oomb_accel.integrations.support import base_model_of, model_facts, refusals
+from oomb_accel.reading import refusal
 from oomb_accel.spelling import settings_called
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -45,10 +46,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.tokens < 8:
         raise ValueError(f"Too few tokens to cut into chunks.\n  Got --tokens {options.tokens}.\n  Use --tokens 600.")
     torch.manual_seed(options.seed)
-    model = load(options.model, options.layers, options.random_weights)
+    model = load(options.model, options.layers, options.random_weights, trust_remote_code=options.trust_remote_code)
     reasons = refusals(model, base_model_of(model))
     if reasons:
-        raise ValueError("This model is not supported:\n  - " + "\n  - ".join(reasons))
+        raise ValueError(refusal("This model is not supported", reasons))
     documents = documents_of(options, model, device)
     with tables_beside(options.json):
         run = verify_sparse.run if is_sparse else _run_dense
@@ -127,6 +128,7 @@ def _parser() -> Parser:
     parser.add_argument("--device", help="default: the GPU when there is one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--all", action="store_true", help="print every gradient, not only the worst ten")
+    add_trust_option(parser)
     add_json_option(parser)
     add_sparse_options(parser, "; but without a --top_k it is 16 on the CPU, of small pages")
     return parser

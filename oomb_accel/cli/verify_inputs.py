@@ -16,12 +16,13 @@ from oomb_accel.training.model import check_folder, load_tokenizer, load_weights
 from oomb_accel.training.recipe import Recipe
 
 
-def load(name: str, layers: int, random_weights: bool) -> PreTrainedModel:
+def load(name: str, layers: int, random_weights: bool, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """A model in fp32 on the CPU.
 
     Args:
         name: folder, hub id or config.json.
         layers: it is cut to so many; 0 keeps all.
+        trust_remote_code: run the code that comes with it.
 
     Raises:
         ValueError: there is no such model.
@@ -39,12 +40,12 @@ def load(name: str, layers: int, random_weights: bool) -> PreTrainedModel:
     random_weights = random_weights or path.suffix == ".json"
     source = _source(name)
     check_folder(source)
-    return _build(source, layers, random_weights)
+    return _build(source, layers, random_weights, trust_remote_code)
 
 
-def num_layers_of(name: str) -> int:
+def num_layers_of(name: str, *, trust_remote_code: bool = False) -> int:
     """Layers of the whole model."""
-    return int(read_config(_source(name)).get_text_config().num_hidden_layers)
+    return int(read_config(_source(name), trust_remote_code=trust_remote_code).get_text_config().num_hidden_layers)
 
 
 def _source(name: str) -> str:
@@ -53,19 +54,19 @@ def _source(name: str) -> str:
     return str(path.parent) if path.suffix == ".json" else name
 
 
-def _build(source: str, layers: int, random_weights: bool) -> PreTrainedModel:
+def _build(source: str, layers: int, random_weights: bool, trust_remote_code: bool) -> PreTrainedModel:
     logging.set_verbosity_error()  # weights of layers that are cut off are no news
-    config = read_config(source)
+    config = read_config(source, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     if layers:
         text.num_hidden_layers = min(layers, text.num_hidden_layers)
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[: text.num_hidden_layers]
     if random_weights:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
         assert isinstance(model, PreTrainedModel)
         return model
-    return load_weights(source, config, torch.float32)
+    return load_weights(source, config, torch.float32, trust_remote_code=trust_remote_code)
 
 
 def trained(
@@ -115,6 +116,7 @@ def _text(path: str, options: argparse.Namespace, vocab_size: int) -> Tensor:
         output_dir="unused",
         max_length=options.tokens,
         truncation="start",
+        trust_remote_code=options.trust_remote_code,
     )
     documents = load_corpus(recipe, load_tokenizer(recipe)).documents
     lengths = documents.num_tokens()

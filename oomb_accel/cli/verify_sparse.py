@@ -148,7 +148,12 @@ def _proof(
     for dtype in dtypes:
         name = dtype_name(dtype)
         _say(f"exactness in {name}, on the first {kept} layers")
-        model = trained(load(options.model, kept, options.random_weights), options, torch.float64, device)
+        model = trained(
+            load(options.model, kept, options.random_weights, trust_remote_code=options.trust_remote_code),
+            options,
+            torch.float64,
+            device,
+        )
         settings, short = proof_case(config, documents, as_trained=dtype != torch.float64)
         if dtype == torch.float64:
             found[name] = check_sparse_parity(model, settings, short)
@@ -219,7 +224,10 @@ def _warnings(options: argparse.Namespace, model: PreTrainedModel) -> list[str]:
         found.append("there is nothing to be found in random tokens; the cost means something with --text FILE.")
     if options.random_weights or options.model.endswith(".json"):
         found.append("random weights attend to everything alike; the cost says nothing about a trained model.")
-    used, whole = model_facts(model).num_layers, num_layers_of(options.model)
+    used, whole = (
+        model_facts(model).num_layers,
+        num_layers_of(options.model, trust_remote_code=options.trust_remote_code),
+    )
     if used < whole:
         found.append(f"the first {used} of {whole} layers make a poor model; --layers 0 takes all of them.")
     if options.dtype == "bfloat16":

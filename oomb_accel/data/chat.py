@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from oomb_accel.data.rows import Row
 from oomb_accel.data.settings import TrainOn
 from oomb_accel.data.store import Range
+from oomb_accel.reading import in_a_line
 
 Notes = Counter[str]
 """What happened to rows, and to how many."""
@@ -171,7 +172,7 @@ def _render(
         )
     except Exception as error:  # a template is a program of its own; whatever it raises is about this row
         raise ValueError(
-            f"{name}: the chat template does not take these messages.\n  {type(error).__name__}: {error}\n"
+            f"{name}: the chat template does not take these messages.\n  {type(error).__name__}: {in_a_line(error)}\n"
             f"  Use messages like {MESSAGES_EXAMPLE}; the roles here are {_roles(messages)}."
         ) from error
     texts, spans = result

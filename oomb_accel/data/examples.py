@@ -13,6 +13,7 @@ from oomb_accel.data.documents import IGNORED
 from oomb_accel.data.rows import ROW_EXAMPLE, Row
 from oomb_accel.data.settings import DataSettings, TrainOn
 from oomb_accel.data.store import Ids, Range
+from oomb_accel.reading import kind_of
 from oomb_accel.spelling import called
 
 
@@ -110,7 +111,7 @@ def _text(name: str, row: Row, key: str) -> str:
     value = row[key]
     if not isinstance(value, str):
         raise ValueError(
-            f"{name}: {key} must be text.\n  Got {type(value).__name__}.\n"
+            f"{name}: {key} must be text.\n  Got {kind_of(value)}.\n"
             "  Chats go into a field called messages, or into prompt and completion, both as lists."
         )
     _check_encodable(name, key, value)

@@ -69,9 +69,9 @@ def arrange(store: TokenStore, settings: DataSettings) -> Corpus:
     trained = leave_out_untrained(fitted.sequences, store)
     sequences, notes = trained.sequences, [*store.notes, *fitted.notes, *trained.notes]
     if not sequences:
-        details = "".join(f"\n  {note}" for note in notes) or f"\n  Got {len(store.names)} documents."
+        details = "; ".join(notes) or f"Got {len(store.names)} documents."
         raise ValueError(
-            f"{settings.shown_paths} holds nothing to train on.{details}\n"
+            f"{settings.shown_paths} holds nothing to train on.\n  {details}\n"
             "  A document needs two tokens or more, and a target behind its first token."
         )
     if settings.packing and settings.max_length is not None:

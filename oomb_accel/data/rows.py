@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from oomb_accel.data.text import check_block, not_utf8
-from oomb_accel.reading import Unreadable, json_value
+from oomb_accel.reading import Unreadable, json_value, kind_of
 
 Row = dict[str, Any]
 Numbered = tuple[str, Row]
@@ -96,7 +96,7 @@ def _without_duplicates(name: str, pairs: list[tuple[str, Any]]) -> Row:
 
 def _checked(name: str, row: Any) -> Row:
     if not isinstance(row, dict):
-        raise ValueError(f"{name} is not an object.\n  Got {type(row).__name__}.\n  Use rows like {ROW_EXAMPLE}.")
+        raise ValueError(f"{name} is not an object.\n  Got {kind_of(row)}.\n  Use rows like {ROW_EXAMPLE}.")
     return row
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from oomb_accel.data.folder import chosen, file_names, folder_chunks, list_folde
 from oomb_accel.data.rows import READERS, Numbered, optional, read_rows
 from oomb_accel.data.settings import DataSettings
 from oomb_accel.data.text import text_chunks, why_skipped
+from oomb_accel.reading import in_a_line
 from oomb_accel.spelling import called
 
 HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?")
@@ -76,7 +78,9 @@ def _file(path: Path) -> Source:
     try:
         digest, num_bytes = _digest(path), path.stat().st_size
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read.\n  {error}.\n  Check who may read it: ls -l {path}") from None
+        raise ValueError(
+            f"{str(path)!r} cannot be read.\n  {error}.\n  Check who may read it: ls -l {shlex.quote(str(path))}"
+        ) from None
     if path.suffix.lower() in READERS:
         return Source(str(path), digest, num_bytes, rows=lambda: read_rows(path))
     return Source(str(path), digest, num_bytes, chunks=lambda: text_chunks(path))
@@ -154,7 +158,7 @@ def _saved(folder: Path, settings: DataSettings) -> Source:
         return _dataset(str(folder), datasets.load_from_disk(str(folder)), settings)
     except (OSError, TypeError, KeyError) as error:
         raise ValueError(
-            f"The dataset in {str(folder)!r} cannot be loaded.\n  {type(error).__name__}: {error}.\n"
+            f"The dataset in {str(folder)!r} cannot be loaded.\n  {type(error).__name__}: {in_a_line(error)}.\n"
             "  Save it again with save_to_disk, or write it as .parquet."
         ) from None
 

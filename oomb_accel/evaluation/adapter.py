@@ -9,7 +9,7 @@ from peft import PeftConfig, PeftModel, get_peft_model, load_peft_weights, set_p
 from transformers import PreTrainedModel
 
 from oomb_accel.integrations.saving import check_adapter, read_config
-from oomb_accel.reading import Unreadable, file_text, yaml_value
+from oomb_accel.reading import Unreadable, file_text, in_a_line, yaml_value
 from oomb_accel.training.folder import RECIPE
 
 
@@ -43,7 +43,7 @@ def put_on(model: PreTrainedModel, folder: Path) -> PeftModel:
         config = PeftConfig.from_pretrained(str(folder))
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError(
-            f"The adapter in {str(folder)!r} cannot be read.\n  {type(error).__name__}: {error}\n"
+            f"The adapter in {str(folder)!r} cannot be read.\n  {type(error).__name__}: {in_a_line(error)}\n"
             "  Save it again with this version of PEFT."
         ) from error
     base = config.base_model_name_or_path

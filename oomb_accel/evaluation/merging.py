@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from oomb_accel.reading import in_a_line
 from oomb_accel.writing import give_usual_modes, nearest, refusal_of, saying
 
 MODEL_FILES = ("config.json", "*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_config.json")
@@ -60,12 +62,14 @@ def check_output(folder: Path, num_bytes: int = 0) -> None:
         ValueError: with what would work.
     """
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output_dir {str(folder)!r} is a file.\n  Got a file.\n  Use --output_dir {folder}-merged.")
+        raise ValueError(
+            f"--output_dir {str(folder)!r} is a file.\n  Got a file.\n  Use --output_dir {_other(folder)}."
+        )
     there = sorted({path.name for pattern in MODEL_FILES for path in folder.glob(pattern)})
     if there:
         raise ValueError(
             f"--output_dir {str(folder)!r} has a model already.\n  Found {', '.join(there[:3])}.\n"
-            f"  Use another folder, such as --output_dir {str(folder).rstrip('/')}-merged, or remove what is there."
+            f"  Use another folder, such as --output_dir {_other(folder)}, or remove what is there."
         )
     refusal, place = refusal_of(folder), nearest(folder)
     if refusal is not None:
@@ -80,6 +84,11 @@ def check_output(folder: Path, num_bytes: int = 0) -> None:
             f"  It needs {wanted / 1e9:.2f} GB, {free / 1e9:.2f} GB are free.\n"
             f"  Free {(wanted - free) / 1e9:.2f} GB, use a folder on another disk, or --dtype bfloat16."
         )
+
+
+def _other(folder: Path) -> str:
+    """Another folder beside one, as a shell takes it."""
+    return shlex.quote(f"{folder}-merged")
 
 
 def num_bytes(model: nn.Module, dtype: torch.dtype) -> int:
@@ -113,7 +122,8 @@ def merge(adapted: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
             layer.merge(safe_merge=True)
         except ValueError as error:
             raise ValueError(
-                f"The adapter cannot be merged.\n  {error}\n  Its training has failed; take an earlier checkpoint."
+                f"The adapter cannot be merged.\n  {in_a_line(error)}\n"
+                "  Its training has failed; take an earlier checkpoint."
             ) from error
         inner.to(dtype)
     merged: Any = adapted.unload()

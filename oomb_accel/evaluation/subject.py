@@ -16,6 +16,7 @@ from oomb_accel.evaluation.scoring import Subject
 from oomb_accel.evaluation.windows import Text
 from oomb_accel.integrations.rope import describe_rope, trained_tokens
 from oomb_accel.integrations.support import base_model_of, refusals
+from oomb_accel.reading import refusal
 from oomb_accel.training.data import Document, check_vocabulary, load_corpus
 from oomb_accel.training.model import load_model, load_tokenizer
 from oomb_accel.training.recipe import Recipe
@@ -39,9 +40,9 @@ def load_texts(model: str, paths: Sequence[str], tokenizer: Any, *, text_field: 
     return found
 
 
-def tokenizer_of(model: str) -> Any:
+def tokenizer_of(model: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer beside a model."""
-    return load_tokenizer(_recipe(model))
+    return load_tokenizer(_recipe(model, trust_remote_code=trust_remote_code))
 
 
 def load_subject(
@@ -53,19 +54,21 @@ def load_subject(
     rope_parameters: dict[str, Any] | None,
     dtype: torch.dtype | None,
     device: torch.device,
+    trust_remote_code: bool = False,
 ) -> Subject:
     """A model on a device, with its adapter.
 
     Args:
         dtype: of the weights; None leaves that of the checkpoint.
+        trust_remote_code: run the code that comes with the model.
 
     Raises:
         ValueError: no such model, one that is not supported, or an adapter that does not belong to it.
     """
-    base = load_model(_recipe(model, rope_parameters, dtype))
+    base = load_model(_recipe(model, rope_parameters, dtype, trust_remote_code))
     assert isinstance(base, PreTrainedModel)
     if reasons := refusals(base, base_model_of(base)):
-        raise ValueError("This model is not supported:\n  - " + "\n  - ".join(reasons))
+        raise ValueError(refusal("This model is not supported", reasons))
     whole: nn.Module = base if adapter is None else put_on(base, adapter)
     if dtype == torch.float64:  # loaded in fp32, which casts RoPE's frequencies to nothing coarser
         whole = whole.to(dtype)
@@ -94,12 +97,18 @@ def check_texts(subject: Subject, texts: Sequence[Text], longest_pass: int, ques
         )
 
 
-def _recipe(model: str, rope_parameters: dict[str, Any] | None = None, dtype: torch.dtype | None = None) -> Recipe:
+def _recipe(
+    model: str,
+    rope_parameters: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> Recipe:
     names = {None: "auto", torch.bfloat16: "bfloat16"}
     return Recipe(
         model_name_or_path=model,
         data_path="unused",
         output_dir="unused",
         rope_parameters=rope_parameters,
+        trust_remote_code=trust_remote_code,
         torch_dtype=names.get(dtype, "float32"),  # type: ignore[arg-type]
     )

@@ -189,7 +189,9 @@ class HostArena:
 
     def _check_open(self) -> None:
         if self._resources.closing.is_set():
-            raise RuntimeError("This arena of host memory was closed.\n  Make a new one.")
+            raise RuntimeError(
+                "This arena of host memory was closed.\n  Got a request for more of it.\n  Make a new one."
+            )
 
     def _check_limit(self, num_slabs: int) -> None:
         if num_slabs * self.slab_bytes <= self.limit_bytes:

@@ -176,6 +176,7 @@ class Attachment:
         if kinds & _SHARDED:
             raise ValueError(
                 "FSDP shards the parameters that chunks need whole; its gradients would be lost.\n"
+                f"  Got {', '.join(sorted(kinds & _SHARDED))} in the model.\n"
                 "  Use DDP: accelerate launch --multi_gpu, or train on one GPU."
             )
         self.seen_whole = True
@@ -188,6 +189,7 @@ class Attachment:
         """
         raise RuntimeError(
             "A model that oomb_accel is on for cannot be copied or pickled: the copy would train the original.\n"
+            f"  Got a copy or pickle of {type(self.model).__name__}.\n"
             "  Call oomb_accel.disable(model) first, or copy before enable; to save, use save_pretrained or state_dict."
         )
 
@@ -282,7 +284,10 @@ def attachment_of(model: nn.Module) -> Attachment:
     """
     state: Attachment | None = getattr(model, STATE, None)
     if state is None:
-        raise ValueError("oomb_accel is not on for this model.\n  Call oomb_accel.enable(model, config) first.")
+        raise ValueError(
+            f"oomb_accel is not on for this model.\n  Got {type(model).__name__} as it is.\n"
+            "  Call oomb_accel.enable(model, config) first."
+        )
     return state
 
 

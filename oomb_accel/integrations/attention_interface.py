@@ -118,11 +118,15 @@ def _check_call(layer: int, query: Tensor, key: Tensor, value: Tensor, run: Chun
         )
     if kwargs.get("dropout"):
         raise RuntimeError(
-            f"Layer {layer} asks for attention dropout {kwargs['dropout']}.\n  Set config.attention_dropout = 0.0."
+            f"Layer {layer} asks for attention dropout {kwargs['dropout']}.\n"
+            "  Attention kernels over pages have none.\n  Set config.attention_dropout = 0.0."
         )
     for name in _SINK_KEYWORDS:
         if kwargs.get(name) is not None:
-            raise RuntimeError(f"Layer {layer} passes {name!r} to attention, which chunks do not support.")
+            raise RuntimeError(
+                f"Layer {layer} passes {name!r} to attention, which chunks do not support.\n"
+                "  Its attention has a part that the kernels here do not compute.\n  Use another model."
+            )
     window = kwargs.get("sliding_window")
     if window != run.windows[layer]:
         raise RuntimeError(

@@ -30,6 +30,7 @@ from oomb_accel.integrations.transformers import disable
 from oomb_accel.integrations.versions import check_versions
 from oomb_accel.memory_report import FILE as MEMORY
 from oomb_accel.memory_report import MemoryReport, keep_lines
+from oomb_accel.reading import refusal
 from oomb_accel.sources import BLOCK, Resolved, Source, from_deepspeed, gather, resolve
 
 _GUARDED: weakref.WeakSet[Trainer] = weakref.WeakSet()
@@ -175,7 +176,7 @@ def _by_file_name(source: Source, args: TrainingArguments) -> Source:
 
 def _refuse(reasons: list[str]) -> None:
     if reasons:
-        raise ValueError("oomb_accel cannot work with this Trainer:\n  - " + "\n  - ".join(reasons))
+        raise ValueError(refusal("oomb_accel cannot work with this Trainer", reasons))
 
 
 def _take_off_what_is_bypassed(model: nn.Module) -> tuple[Source, ...]:

@@ -18,6 +18,7 @@ from oomb_accel.integrations.timeout import set_timeout
 from oomb_accel.integrations.transformers import disable
 from oomb_accel.integrations.versions import check_versions
 from oomb_accel.integrations.zero3_layers import gather_whole_layers
+from oomb_accel.reading import refusal
 from oomb_accel.sources import BLOCK, Resolved, Source, gather, load_deepspeed_config, resolve
 
 _PLAIN = "_oomb_plain"
@@ -180,7 +181,7 @@ def check_setup(config: Mapping[str, Any], model: object, mpu: object = None) ->
         ValueError: with all reasons.
     """
     if reasons := _refusals(config, model, mpu):
-        raise ValueError("Chunks cannot be trained with this DeepSpeed setup:\n  - " + "\n  - ".join(reasons))
+        raise ValueError(refusal("Chunks cannot be trained with this DeepSpeed setup", reasons))
 
 
 def _refusals(config: Mapping[str, Any], model: object, mpu: object) -> list[str]:

@@ -16,6 +16,7 @@ from oomb_accel.integrations.support import base_model_of, check_checkpointing, 
 from oomb_accel.integrations.switch import switch_on
 from oomb_accel.integrations.timeout import set_timeout
 from oomb_accel.integrations.versions import check_versions
+from oomb_accel.reading import refusal
 from oomb_accel.sources import BLOCK, Resolved, Source, gather, resolve
 
 _REFUSED_TYPES = {
@@ -61,7 +62,7 @@ def prepare_with(
     check_versions("accelerate", "transformers", "peft")
     reasons = refusals(accelerator)
     if reasons:
-        raise ValueError("Chunks cannot be trained with this Accelerator:\n  - " + "\n  - ".join(reasons))
+        raise ValueError(refusal("Chunks cannot be trained with this Accelerator", reasons))
     if not resolved.config.enabled:
         switch_on(model, resolved)  # says that it stays off
         return plain(*objects)

@@ -59,12 +59,10 @@ def check_length(config: Any, document_tokens: Sequence[int]) -> None:
     raise ValueError(
         "A document is longer than the range of positions that the model was trained or scaled for.\n"
         f"  Document: {longest:,} tokens; model: {describe_rope(config)}.\n"
-        f"  Scale its RoPE. In a recipe:  rope_parameters: {{rope_type: yarn, factor: {factor}.0, "
-        f"original_max_position_embeddings: {original}}}\n"
-        "  In Python, before loading:  config.rope_parameters.update(rope_type='yarn', "
-        f"factor={factor}.0, original_max_position_embeddings={original})\n"
-        f"  Or shorten the document to {limit:,} tokens (max_length and truncation in a recipe).\n"
-        "  Or train beyond the range as it is: beyond_trained_length 'allow' (oomb.beyond_trained_length in a recipe)."
+        f"  Set rope_parameters: {{rope_type: yarn, factor: {factor}.0, original_max_position_embeddings: {original}}} "
+        "(in Python config.rope_parameters, before loading), shorten the document to "
+        f"{limit:,} tokens (max_length and truncation in a recipe), or train beyond the range as it is: "
+        "beyond_trained_length 'allow' (oomb.beyond_trained_length in a recipe)."
     )
 
 
@@ -82,6 +80,7 @@ class DocumentRope:
             if isinstance(kind, dict):
                 raise ValueError(
                     f"{name} has a RoPE type that depends on the length and differs by layer type: {kind}.\n"
+                    "  Such frequencies cannot be fixed for a whole document.\n"
                     "  Use rope_type 'yarn', 'linear' or 'llama3' instead."
                 )
             self._wrapped.append((module, vars(module).get("forward")))

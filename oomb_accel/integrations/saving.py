@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from oomb_accel.reading import Unreadable, json_object
+from oomb_accel.reading import Unreadable, in_a_line, json_object
 from oomb_accel.writing import CannotWriteError, give_usual_modes, is_of_file_system
 
 _TEMPORARY = ".saving-"
@@ -81,7 +81,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         return json_object(folder / CONFIG)
     except Unreadable as error:
         raise ValueError(
-            f"{str(folder / CONFIG)!r} is not a config of PEFT.\n  {error}\n"
+            f"{str(folder / CONFIG)!r} is not a config of PEFT.\n  {in_a_line(error)}\n"
             "  Copy it again, or take another checkpoint."
         ) from None
 
@@ -114,7 +114,7 @@ def check_adapter(folder: str | os.PathLike[str], model: nn.Module) -> None:
             found_shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(
-            f"{str(path / WEIGHTS)!r} is broken.\n  {error}.\n  Copy it again, or take another checkpoint."
+            f"{str(path / WEIGHTS)!r} is broken.\n  {in_a_line(error)}.\n  Copy it again, or take another checkpoint."
         ) from error
     for name in sorted(wanted.keys() | found_shapes.keys()):
         if wanted.get(name) != found_shapes.get(name):

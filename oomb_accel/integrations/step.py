@@ -35,6 +35,7 @@ from oomb_accel.integrations.zero3_release import released_after_use
 from oomb_accel.loss import target_log_probs
 from oomb_accel.memory import StreamMemory
 from oomb_accel.pages import PagedKVCache
+from oomb_accel.reading import refusal, shown
 from oomb_accel.recurrence import ChunkModel, ChunkRecurrence, DummyPasses, run_recurrence
 
 _FULL_OUTPUTS = ("output_attentions", "output_hidden_states", "past_key_values")
@@ -163,7 +164,7 @@ def checked_stream(state: Attachment, batch: dict[str, Any]) -> Stream:
     _check_request(batch)
     state.check_attached()
     if reasons := switched_on_outputs(state.base):
-        raise ValueError("A chunked step returns the loss only:\n  - " + "\n  - ".join(reasons))
+        raise ValueError(refusal("A chunked step returns the loss only", reasons))
     if state.model.training:
         check_checkpointing(state.checkpointed)
     if batch.get(FUSED_HEAD_KEYWORD):
@@ -229,7 +230,8 @@ def _chunk_model(
         if missing:
             raise RuntimeError(
                 f"Layers {sorted(missing)[:8]} never called attention through AttentionInterface.\n"
-                "  Their tokens would not see earlier chunks. This model cannot be trained in chunks."
+                "  Their tokens would not see earlier chunks.\n"
+                "  Use another model, or a newer transformers; this one cannot be trained in chunks."
             )
         if statistics is not None and run.sweep == "forward":
             statistics.record(output.logits.squeeze(0), stream.targets_N[targets], chunk.first_target)
@@ -316,6 +318,7 @@ def _check_request(batch: dict[str, Any]) -> None:
     if isinstance(batch.get("logits_to_keep"), Tensor) or batch.get("logits_to_keep"):
         raise ValueError(
             "logits_to_keep has no meaning with labels here: full logits are never made.\n"
+            f"  Got logits_to_keep={shown(batch['logits_to_keep'])}.\n"
             "  Leave it out; outputs.log_probs has the log-probability of each target."
         )
     known = _BATCH_KEYS | {*_FULL_OUTPUTS, "logits_to_keep"}

@@ -143,7 +143,9 @@ def refusals(model: nn.Module, base: PreTrainedModel) -> list[str]:
         )
     for index, kind in enumerate(getattr(config, "layer_types", None) or []):
         if kind not in _ATTENDS_TO_EVERYTHING | _ATTENDS_IN_WINDOW:
-            reasons.append(f"Layer {index} is of type {kind!r}; only full and sliding attention are supported.")
+            reasons.append(
+                f"Layer {index} is of type {kind!r}; only full and sliding attention are supported. Use another model."
+            )
             break
     for name in _ATTENTION_DROPOUTS:
         if getattr(config, name, 0.0):
@@ -153,7 +155,10 @@ def refusals(model: nn.Module, base: PreTrainedModel) -> list[str]:
             )
     reasons += switched_on_outputs(base)
     if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
-        reasons.append("The model attends in both directions; chunk recurrence needs causal attention.")
+        reasons.append(
+            "The model attends in both directions; chunk recurrence needs causal attention. "
+            "Use a causal language model."
+        )
     devices = {str(device) for device in (getattr(base, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
         reasons.append(

@@ -27,6 +27,7 @@ from oomb_accel.integrations.support import SUPPORTED_MODEL_TYPES, base_model_of
 from oomb_accel.integrations.versions import check_versions
 from oomb_accel.integrations.wrapped import chunk_forward_of, step_context_of
 from oomb_accel.progress import ChunkEvent, ProgressLine
+from oomb_accel.reading import refusal
 from oomb_accel.sources import Source, resolve, surroundings
 from oomb_kernels import check_page_kernels
 
@@ -63,14 +64,15 @@ def enable(
         logger.warning("oomb_accel stays off: enabled=False.")
         return model
     if getattr(model, STATE, None) is not None:
-        raise ValueError("oomb_accel is already on for this model.\n  Call oomb_accel.disable(model) first.")
+        raise ValueError(
+            "oomb_accel is already on for this model.\n  enable() was called for it before, or by a callback.\n"
+            "  Call oomb_accel.disable(model) first."
+        )
     check_versions("transformers", "peft")
     base = base_model_of(model)
     reasons = refusals(model, base)
     if reasons:
-        raise ValueError(
-            f"oomb_accel does not support this model ({type(base).__name__}):\n  - " + "\n  - ".join(reasons)
-        )
+        raise ValueError(refusal(f"oomb_accel does not support this model ({type(base).__name__})", reasons))
     _check_determinism(config)
     if config.attention == "sparse" and next(base.parameters()).is_cuda:  # else before the first step
         check_page_kernels(base.dtype, model_facts(base).head_dim, config.page_tokens, config.q_block)

@@ -32,7 +32,7 @@ from oomb_accel.schedule import PageRange
 
 Worth: TypeAlias = Callable[[int, Places], Worths]
 """How much these records of a layer are worth keeping on the device: the least worth leave first. Within a sweep a
-record's worth falls with its use. What falls otherwise, as the pages of a document that is over do, may stay a while."""
+record's worth falls with its use; what falls otherwise, as pages of a document that is over do, may stay a while."""
 
 
 _Number = TypeVar("_Number", bound=np.generic)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oomb_accel.config import unknown_key_message
+from oomb_accel.config import unknown_message
 from oomb_accel.plan.sizes import GIB
 
 
@@ -54,7 +54,7 @@ def gpu_named(name: str) -> Gpu:
     for known in (key, f"rtx{key}"):
         if known in GPUS:
             return GPUS[known]
-    what, _, remedy = unknown_key_message(key, list(GPUS), "--gpu").replace("Unknown key", "Unknown GPU").splitlines()
+    what, _, remedy = unknown_message("GPU", key, list(GPUS), "in --gpu").splitlines()
     raise ValueError(f"{what}\n{remedy}\n  For another one pass --gpu_gib 48 --tflops 300, from its data sheet.")
 
 

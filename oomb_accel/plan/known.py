@@ -40,6 +40,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "qwen2.5-1.5b": _sizes("qwen2", 1536, 8960, 28, 12, 2, 151936, 32768, tied=True),
     "qwen2.5-3b": _sizes("qwen2", 2048, 11008, 36, 16, 2, 151936, 32768, tied=True),
     "qwen2.5-7b": _sizes("qwen2", 3584, 18944, 28, 28, 4, 152064, 32768),
+    "qwen2.5-7b-instruct-1m": _sizes("qwen2", 3584, 18944, 28, 28, 4, 152064, 1010000),
     "qwen2.5-14b": _sizes("qwen2", 5120, 13824, 48, 40, 8, 152064, 32768),
     "qwen2.5-32b": _sizes("qwen2", 5120, 27648, 64, 40, 8, 152064, 32768),
     "qwen2.5-72b": _sizes("qwen2", 8192, 29568, 80, 64, 8, 152064, 32768),
@@ -56,6 +57,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "llama-3.2-3b": _sizes("llama", 3072, 8192, 28, 24, 8, 128256, 131072, tied=True, head_dim=128),
     "llama-3.3-70b": _sizes("llama", 8192, 28672, 80, 64, 8, 128256, 131072),
     "mistral-7b-v0.3": _sizes("mistral", 4096, 14336, 32, 32, 8, 32768, 32768),
+    "mistral-nemo-instruct-2407": _sizes("mistral", 5120, 14336, 40, 32, 8, 131072, 1024000, head_dim=128),
     "phi-4": _sizes("phi3", 5120, 17920, 40, 40, 10, 100352, 16384),
     "smollm2-135m": _sizes("llama", 576, 1536, 30, 9, 3, 49152, 8192, tied=True),
 }
@@ -65,9 +67,10 @@ _VARIANTS = ("-instruct", "-base", "-chat", "-hf", "-2507")
 
 
 def known_name(name: str) -> str:
-    """The name under which a model would be in `KNOWN`: fine-tuned variants have the sizes of their base."""
+    """The name under which a model would be in `KNOWN`: fine-tuned variants have the sizes of their base, where they
+    are not there themselves."""
     key = name.lower().rsplit("/", 1)[-1].removeprefix("meta-")
-    changed = True
+    changed = key not in KNOWN
     while changed:
         changed = False
         for variant in _VARIANTS:

@@ -73,6 +73,7 @@ def estimate_memory(job: Job) -> Memory:
         chunk_tokens=job.chunk_tokens,
         offload=job.offload,
         device_pages_bytes=job.device_pages_bytes,
+        zero_stage=job.zero_stage,
     )
     pools = plan.device_value_bytes + plan.device_gradient_bytes
     kept = kept_chunks(job, schedule, free - chunk_bytes - pools - demand.resident_bytes)

@@ -44,6 +44,7 @@ def plan_memory(
     chunk_tokens: int,
     offload: bool | Literal["auto"] = "auto",
     device_pages_bytes: int | None = None,
+    zero_stage: int | None = None,
 ) -> MemoryPlan:
     """Divide pages between device and host.
 
@@ -56,6 +57,7 @@ def plan_memory(
         chunk_tokens: of the step, for the message.
         offload: False refuses what does not fit on the device; otherwise host memory takes it.
         device_pages_bytes: a limit on both pools together; None takes what is free.
+        zero_stage: for the message.
 
     Returns:
         With ``fits`` False, the pools that the device would have to hold at least.
@@ -70,7 +72,7 @@ def plan_memory(
     if offload is False:
         return MemoryPlan(demand.value_bytes, demand.gradient_bytes, 0, False, _without_offload(demand, room))
     if least > room:
-        refusal = _too_small(demand, room, activation_bytes, chunk_tokens, device_pages_bytes)
+        refusal = _too_small(demand, room, activation_bytes, chunk_tokens, device_pages_bytes, zero_stage)
         return MemoryPlan(demand.least_value_bytes, demand.least_gradient_bytes, 0, False, refusal)
     values, gradients = pool_shares(
         room,
@@ -129,13 +131,18 @@ def _without_offload(demand: PageDemand, room: int) -> str:
 
 
 def _too_small(
-    demand: PageDemand, room: int, activation_bytes: int, chunk_tokens: int, device_pages_bytes: int | None
+    demand: PageDemand,
+    room: int,
+    activation_bytes: int,
+    chunk_tokens: int,
+    device_pages_bytes: int | None,
+    zero_stage: int | None,
 ) -> str:
     least = demand.least_value_bytes + demand.least_gradient_bytes
     if device_pages_bytes is not None and device_pages_bytes == room:
         remedy = f"Set device_pages_gib={math.ceil(10 * least / GIB) / 10} or more, or 'auto'."
     else:
-        remedy = _smaller_chunk(room - least, activation_bytes, chunk_tokens)
+        remedy = _smaller_chunk(room - least, activation_bytes, chunk_tokens, zero_stage)
     beside = f"{_gib(activation_bytes)} of activations and logits"
     if demand.resident_bytes:
         beside += f" and {_gib(demand.resident_bytes)} of page lists and scales"
@@ -146,12 +153,13 @@ def _too_small(
     )
 
 
-def _smaller_chunk(room: int, activation_bytes: int, chunk_tokens: int) -> str:
+def _smaller_chunk(room: int, activation_bytes: int, chunk_tokens: int, zero_stage: int | None) -> str:
     """How to win the bytes that are missing (``room`` is negative): activations shrink with the chunk."""
     share = (activation_bytes + room) / max(1, activation_bytes)
     tokens = 1 << max(0, int(share * chunk_tokens)).bit_length() >> 1
     if tokens < _SHORTEST_CHUNK:
-        return "Even short chunks would not fit: divide the model among GPUs (ZeRO 3), or take a larger GPU."
+        among = "more GPUs" if zero_stage == 3 else "GPUs (ZeRO 3)"
+        return f"Even short chunks would not fit: divide the model among {among}, or take a larger GPU."
     return f"Set chunk_tokens={tokens}."
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from oomb_accel.plan.known import KNOWN, known_name
 from oomb_accel.plan.shape import ModelShape, shape_of
+from oomb_accel.reading import kind_of
 
 
 def read_shape(source: Any, rope_parameters: Mapping[str, Any] | None = None) -> ModelShape:
@@ -64,7 +65,7 @@ def _fields(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON.\n  {error}.\n  Pass the config.json of a model.") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"{path} is no config.\n  It holds a {type(fields).__name__}.\n  Pass a model's config.json.")
+        raise ValueError(f"{path} is no config.\n  It holds {kind_of(fields)}.\n  Pass a model's config.json.")
     return fields
 
 

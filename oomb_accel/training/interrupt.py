@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import threading
@@ -11,10 +12,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from oomb_accel.reading import in_a_line
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Ctrl-C, and what clusters send some time before they kill."""
 SAME_SECONDS = 1.0
 """A launcher passes on what the terminal has sent to everybody already: so close together, they are one."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Stopped(KeyboardInterrupt):
@@ -22,7 +27,19 @@ class Stopped(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
+        self.cause = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self.exit_code = 128 + number
+
+
+def reason(error: BaseException) -> str:
+    """Why a run stopped, in a few words."""
+    if isinstance(error, Stopped):
+        return error.cause
+    if isinstance(error, KeyboardInterrupt):
+        return "Ctrl-C"
+    if getattr(error, "errno", None) in _FULL or getattr(error.__cause__, "errno", None) in _FULL:
+        return "the disk is full"
+    return in_a_line(error).rstrip(".:")
 
 
 class StopSignals:

@@ -15,6 +15,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType, GradientAccumulat
 from oomb_accel.integrations.engine import keep_shared_memory_clean
 from oomb_accel.integrations.prepare import refusals
 from oomb_accel.integrations.versions import check_versions
+from oomb_accel.reading import refusal
 from oomb_accel.sources import launched_config, load_deepspeed_config
 from oomb_accel.training.recipe import Recipe
 
@@ -52,7 +53,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         kwargs_handlers=[processes],
     )
     if reasons := refusals(accelerator):
-        raise ValueError("This launch does not fit training in chunks:\n  - " + "\n  - ".join(reasons))
+        raise ValueError(refusal("This launch does not fit training in chunks", reasons))
     return accelerator
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from oomb_accel.training.checkpoint import save_checkpoint, save_result
 from oomb_accel.training.data import last_tokens_batch
 from oomb_accel.training.folder import MEMORY, METRICS
 from oomb_accel.training.folder import RECIPE as CONFIG
-from oomb_accel.training.interrupt import StopSignals
+from oomb_accel.training.interrupt import StopSignals, reason
 from oomb_accel.training.learning_rate import learning_rate_factor
 from oomb_accel.training.recipe import Recipe
 from oomb_accel.training.report import already_done, closing, header, keep_peaks, measure_memory, step_line
@@ -160,7 +161,7 @@ def _says_what_is_left(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        run.say(f"stopped after step {run.summary.steps} of {run.num_steps} ({type(error).__name__})")
+        run.say(f"stopped after step {run.summary.steps} of {run.num_steps} ({reason(error)})")
         _write_missing_row(run)
         _save_what_is_done(run)
         saved = run.folder.last_saved or run.folder.resume
@@ -175,7 +176,7 @@ def _how_to_go_on(run: Run) -> str:
     if run.folder.latest() is None:
         return ""
     start = "oomb train" if run.accelerator.num_processes == 1 else "accelerate launch ... -m oomb_accel train"
-    return f"; go on with: {start} {run.folder.path / CONFIG} --resume"
+    return f"; go on with: {start} {shlex.quote(str(run.folder.path / CONFIG))} --resume"
 
 
 def _nothing_saved(steps: int) -> str:

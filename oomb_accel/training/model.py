@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from oomb_accel.reading import Unreadable, indented, json_object, shown
+from oomb_accel.reading import Unreadable, in_a_line, json_object, shown
 from oomb_accel.spelling import called
 from oomb_accel.training.recipe import Recipe
 
@@ -147,7 +147,7 @@ def override_rope(config: Any, override: dict[str, Any]) -> None:
         config.validate_rope()
     except (KeyError, ValueError, TypeError) as error:
         raise ValueError(
-            f"rope_parameters does not fit this model.\n  {error}\n"
+            f"rope_parameters does not fit this model.\n  {in_a_line(error)}\n"
             "  Example: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}"
         ) from error
 
@@ -228,7 +228,7 @@ def _load_dtype(recipe: Recipe) -> str | torch.dtype:
 def load_error(name: str, reason: object) -> ValueError:
     """The error for a model that cannot be loaded."""
     return ValueError(
-        f"The model {shown(name)} cannot be loaded.\n  {indented(reason)}\n"
+        f"The model {shown(name)} cannot be loaded.\n  {in_a_line(reason)}\n"
         f"  Set {called('model_name_or_path')} to a folder with config.json and weights as .safetensors, "
         "or to a hub id that is reachable from here."
     )
@@ -253,16 +253,16 @@ def _says_what_is_wrong(name: str, *, of_tokenizer: bool = False) -> Iterator[No
         raise
     except _OF_FILES as error:
         if "trust_remote_code" in str(error):
-            rule = "No code of a model or tokenizer runs in this command.\n  Use a model without any"
-            if switch := called("trust_remote_code"):
-                rule = (
-                    "No code of a model or tokenizer runs unless the recipe says so.\n"
-                    f"  Read that code, and if you trust it set {switch}: true; or use a model without any"
-                )
-            raise ValueError(f"{shown(name)} comes with Python code that would have to run here.\n  {rule}.") from error
+            switch = called("trust_remote_code")
+            change = f"add {switch}" if switch.startswith("--") else f"set {switch}: true"
+            raise ValueError(
+                f"{shown(name)} comes with Python code that would have to run here.\n"
+                "  No code of a model or tokenizer runs unless you say so.\n"
+                f"  Read that code, and if you trust it {change}; or use a model without any."
+            ) from error
         if of_tokenizer and Path(name).is_dir():
             raise ValueError(
-                f"The tokenizer of {shown(name)} cannot be loaded.\n  {indented(error)}\n"
+                f"The tokenizer of {shown(name)} cannot be loaded.\n  {in_a_line(error)}\n"
                 "  Save it beside the model, with tokenizer.save_pretrained(folder)."
             ) from error
         broken = _broken_file(name) if isinstance(error, SafetensorError) else None

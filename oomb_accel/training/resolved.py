@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ def resolved_yaml(recipe: Recipe, origins: Mapping[str, str]) -> str:
     for name, value in block.items():
         place = origins.get(name, "default")
         lines += [f"  {line}" for line in _lines({name: value}, _block_source(place))]
-    return _HEAD.format(path=f"{recipe.output_dir}/config.yaml") + "\n".join(lines) + "\n"
+    return _HEAD.format(path=shlex.quote(f"{recipe.output_dir}/config.yaml")) + "\n".join(lines) + "\n"
 
 
 def _source(recipe: Recipe, name: str) -> str:

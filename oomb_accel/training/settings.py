@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from oomb_accel.config import OombConfig, unknown_key_message
-from oomb_accel.reading import Unreadable, file_text, shown, yaml_value
+from oomb_accel.config import OombConfig, unknown_key_message, unknown_message
+from oomb_accel.reading import Unreadable, file_text, kind_of, shown, yaml_value
 from oomb_accel.setting_text import is_choice_of_numbers, whole_numbers
 
 OTHER_NAMES = {
@@ -125,8 +125,7 @@ def read_settings(
     block = values.pop("oomb", None) or {}
     if not isinstance(block, dict):
         raise ValueError(
-            f"In {path}: oomb must be a mapping.\n  Got {shown(block)}.\n"
-            "  Example:\n    oomb:\n      chunk_tokens: 8192"
+            f"In {path}: oomb must be a mapping.\n  Got {shown(block)}.\n  Example: oomb: {{chunk_tokens: 8192}}"
         )
     for key, value in block.items():
         if key not in block_settings:
@@ -140,11 +139,11 @@ def read_settings(
             key = name.removeprefix("oomb.")
             if key not in block_settings:
                 known = [f"--oomb.{known_key}" for known_key in block_settings]
-                raise ValueError(unknown_key_message(f"--{name}", known, "the command line"))
+                raise ValueError(unknown_message("option", f"--{name}", known, "on the command line"))
             block[key] = _from_text(flag, text, block_settings[key])
             flagged.add(name)
         elif name not in settings or name == "oomb":
-            raise ValueError(_unknown(name, settings, f"the command line ({flag})"))
+            raise ValueError(_unknown(name, settings, "", option=flag))
         else:
             values[name] = _from_text(flag, text, settings[name])
             flagged.add(name)
@@ -170,7 +169,7 @@ def _load_yaml(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(loaded, dict):
         raise ValueError(
-            f"The recipe {str(path)!r} must hold one mapping of settings.\n  Got {type(loaded).__name__}.\n"
+            f"The recipe {str(path)!r} must hold one mapping of settings.\n  Got {kind_of(loaded)}.\n"
             "  Example line: learning_rate: 2.0e-4"
         )
     return loaded
@@ -256,12 +255,18 @@ def _at(place: str, name: str, value: Any, setting: Setting) -> Any:
         raise ValueError(f"In {place}: {error}") from None
 
 
-def _unknown(key: str, settings: Mapping[str, Setting], place: str) -> str:
+def _unknown(key: str, settings: Mapping[str, Setting], place: str, *, option: str | None = None) -> str:
+    """The text of the error for a key that is no setting of a recipe, or for an option so called."""
+    what = f"key {key!r} in {place}" if option is None else f"option {option!r} on the command line"
     if key in OTHER_NAMES:
-        return f"Unknown key {key!r} in {place}.\n  Other trainers call something so.\n  {OTHER_NAMES[key]}"
+        return f"Unknown {what}.\n  Other trainers call something so.\n  {OTHER_NAMES[key]}"
     if key in Setting.of(OombConfig):
-        return f"Unknown key {key!r} in {place}.\n  It belongs into the oomb block.\n  Set oomb.{key} instead."
-    return unknown_key_message(key, list(settings), place)
+        own = f"Set oomb.{key}" if option is None else f"Write --oomb.{key}"
+        return f"Unknown {what}.\n  It belongs into the oomb block.\n  {own} instead."
+    if option is None:
+        return unknown_key_message(key, list(settings), place)
+    known = [f"--{name}" for name in settings if name != "oomb"]
+    return unknown_message("option", f"--{key}", known, "on the command line")
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

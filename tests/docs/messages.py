@@ -60,6 +60,8 @@ def _texts(node: ast.expr, functions: dict[str, list[ast.FunctionDef]]) -> Itera
         yield from _texts(node.orelse, functions)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):  # text.replace(...)
         yield from _texts(node.func.value, functions)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "refusal":
+        yield from (f"{title}." for title in _texts(node.args[0], functions))
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         for function in functions.get(node.func.id, []):
             for made in ast.walk(function):

@@ -245,13 +245,23 @@ def test_without_settings_the_defaults_hold(script: str, tmp_path: Path) -> None
     [
         (["--oomb.chunk_token", "16"], "Did you mean '--oomb.chunk_tokens'"),
         (["--oomb_conf", "x"], "Did you mean '--oomb_config'"),
-        (["--oomb.chunk_tokens", "many"], "chunk_tokens='many'"),
-        (["--oomb.chunk_tokens", "64"], "chunk_tokens=64 with page_tokens=128"),
+        (["--oomb.chunk_tokens", "many"], "In --oomb.chunk_tokens: chunk_tokens has a value that is not allowed."),
+        (["--oomb.page-tokens", "many"], "In --oomb.page_tokens: "),
+        (["--oomb.chunk_tokens", "64"], "In --oomb.chunk_tokens: A chunk must"),
         (["--oomb_config", "nowhere.yaml"], "'nowhere.yaml' cannot be read"),
     ],
 )
 def test_wrong_options(words: list[str], expected: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert expected in refusal([*words, script], capsys)
+
+
+def test_the_banner_names_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
+    run._into_environment([("oomb.chunk_tokens", "512")], environment)
+    places = [source.place_of("chunk_tokens") for source in surroundings(environment)]
+    assert places == ["--oomb.chunk_tokens"]
+    environment["OOMB_CHUNK_TOKENS"] = "1024"  # somebody else's
+    assert [source.place_of("chunk_tokens") for source in surroundings(environment)] == ["OOMB_CHUNK_TOKENS"]
 
 
 def test_calls_without_a_script(script: str, capsys: pytest.CaptureFixture[str]) -> None:

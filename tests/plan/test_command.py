@@ -203,7 +203,7 @@ def test_options_go_over_a_recipe(
         (("max_length: 65536", ""), "", "Add --length 128K"),
         (("oomb: {", "oomb: {enabled: false, "), "", "Add --oomb.enabled true"),
         (("lora_r", "lora_rank"), "", "Did you mean 'lora_r'?"),
-        (("", ""), "--lenght 3", "Unknown key 'lenght'"),
+        (("", ""), "--lenght 3", "Unknown option '--lenght'"),
         (("", ""), "--chunk_tokens 64", "Use --chunk_tokens 128 or more."),
     ],
 )

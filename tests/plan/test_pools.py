@@ -98,6 +98,8 @@ def test_too_small_a_device_names_a_chunk_that_fits() -> None:
     assert plan(pages, 33 * GIB, activation_bytes=20 * GIB, chunk_tokens=4096).fits
     hopeless = plan(pages, -GIB, activation_bytes=40 * GIB)
     assert "0.0 GiB are free" in hopeless.message and "ZeRO 3" in hopeless.message
+    divided = plan(pages, -GIB, activation_bytes=40 * GIB, zero_stage=3)
+    assert "more GPUs" in divided.message and "ZeRO 3" not in divided.message
 
 
 def test_a_limit_on_the_pools() -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from oomb_accel.plan import read_shape
 from oomb_accel.plan.known import KNOWN, known_name
@@ -82,3 +83,10 @@ def test_files_that_are_no_configs(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message) as error:
             read_shape(path)
         assert len(str(error.value).splitlines()) == 3
+
+
+def test_models_of_all_recipes_are_known() -> None:
+    recipes = sorted((Path(__file__).parents[2] / "configs" / "recipes").glob("*.yaml"))
+    names = {path.name: yaml.safe_load(path.read_text())["model_name_or_path"] for path in recipes}
+    assert names and all(read_shape(name).num_parameters for name in names.values())
+    assert read_shape("Qwen/Qwen2.5-7B-Instruct-1M").trained_tokens == 1_010_000

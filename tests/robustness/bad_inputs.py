@@ -87,7 +87,7 @@ def snapshot(folder: Path) -> Snapshot:
     return {str(path): (stat.st_size, stat.st_mtime_ns if not path.is_dir() else 0) for path, stat in found}
 
 
-RECIPES_ONLY = re.compile(r"\b(model_name_or_path|data_(path|split|include|exclude|cache)|trust_remote_code)\b")
+RECIPES_ONLY = re.compile(r"\b(model_name_or_path|data_(path|split|include|exclude|cache)|(?<!--)trust_remote_code)\b")
 """Settings that commands without a recipe do not have, under these names."""
 
 
@@ -101,7 +101,7 @@ def refused(words: list[str], code: int, says: tuple[str, ...], capsys: pytest.C
     assert "Traceback" not in printed.err + printed.out, printed.err[-3000:]
     assert message.startswith(f"oomb {words[0]}: "), printed.err[-3000:]
     lines = message.rstrip().splitlines()
-    assert len(lines) >= 3, f"not three parts: {message}"
+    assert len(lines) == 3, f"not three lines: {message}"
     assert all(line.startswith("  ") for line in lines[1:]), message
     assert len(message) < 4000, message[:5000]
     if words[0] in ("eval", "verify", "merge"):

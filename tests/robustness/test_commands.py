@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from oomb_accel.cli import main
+from oomb_accel.evaluation.merging import check_output
 from tests.robustness.bad_inputs import Bad, Place, check
 
 MODEL = "qwen2.5-7b"
@@ -180,3 +181,21 @@ def test_refused(case: Bad, place: Place, capsys: pytest.CaptureFixture[str], mo
 def test_unknown_commands(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word]) == 2
     assert repr(word) in capsys.readouterr().err
+
+
+def test_an_unknown_command_has_its_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dta"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("oomb: Unknown command 'dta' on the command line.") and "Did you mean 'data'?" in said
+
+
+def test_printed_commands_take_paths_with_spaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "my repo"]) == 2
+    assert "oomb data 'my repo' --model" in capsys.readouterr().err
+    (tmp_path / "my out").mkdir()
+    (tmp_path / "my out" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="--output_dir 'my out-merged'"):
+        check_output(Path("my out"))

@@ -48,6 +48,10 @@ RECIPES = [
     Bad("a list for a number", train(max_steps=[1]), ("max_steps", "[1]")),
     Bad("a mapping for text", train(data_path={"a": 1}), ("data_path", "{'a': 1}")),
     Bad("an empty list", train(data_path=[]), ("data_path", "[]")),
+    Bad("empty", lambda place: ["train", place.write("r.yaml", "# nothing\n")], ("one mapping", "it is empty")),
+    Bad("no file", lambda place: ["train", "no.yaml"], ("There is no file no.yaml, looked in /",)),
+    Bad("a folder", lambda place: ["train", str(place.folder)], ("Is a directory",)),
+    Bad("a tab", train_raw("a:\n\tb: 1"), ("Line ", "column 1", "'\\t'")),
     Bad("misspelt", train(learning_rat=0.1), ("'learning_rat'", "Did you mean 'learning_rate'")),
     Bad("misspelt in the block", train(oomb={"chunk_token": 64}), ("'chunk_token'", "'chunk_tokens'")),
     Bad("in the wrong block", train(chunk_tokens=64), ("'chunk_tokens'", "oomb.chunk_tokens")),
@@ -113,7 +117,7 @@ RECIPES = [
 ]
 
 FLAGS = [
-    Bad("an unknown flag", train("--learning_rat", "1"), ("learning_rat", "Did you mean 'learning_rate'")),
+    Bad("an unknown flag", train("--learning_rat", "1"), ("learning_rat", "Did you mean '--learning_rate'")),
     Bad("an unknown flag of the block", train("--oomb.chunk", "1"), ("oomb.chunk", "--oomb.chunk_tokens")),
     Bad("the block as a flag", train("--oomb", "{}"), ("oomb",)),
     Bad("no value", train("--learning_rate"), ("--learning_rate", "no value")),
@@ -134,7 +138,7 @@ FLAGS = [
 
 PRESETS = [
     Bad("preset: a tag that runs code", preset(f"chunk_tokens: {RUN_CODE}"), ("preset.yaml", "os.system")),
-    Bad("preset: empty", preset(""), ("one mapping", "NoneType")),
+    Bad("preset: empty", preset(""), ("one mapping", "it is empty")),
     Bad("preset: twice", preset("chunk_tokens: 64\nchunk_tokens: 128"), ("stands twice",)),
     Bad("preset: misspelt", preset("chunk_token: 64"), ("chunk_token", "chunk_tokens")),
     Bad("preset: wrong encoding", preset(b"a: \xfc"), ("preset.yaml", "0xfc")),

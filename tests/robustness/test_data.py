@@ -63,7 +63,7 @@ CASES = [
     Bad("nested deeply", rows('{"text": ' + "[" * 100_000), ("line 1", "deeply")),
     Bad("digits without end", rows('{"text": %s}' % ("9" * 5000)), ("line 1", "digits")),
     Bad("a number for text", rows({"text": 3}), ("line 1", "must be text", "int")),
-    Bad("NaN for text", rows('{"text": NaN}'), ("line 1", "must be text", "float")),
+    Bad("NaN for text", rows('{"text": NaN}'), ("line 1", "must be text", "a number")),
     Bad("half a character", rows('{"text": "\\ud83d"}'), ("line 1", "half of a character")),
     Bad("no field", rows({"body": "x"}), ("line 1", "'body'", "text_field")),
     Bad("mixed rows", rows(GOOD, {"body": "x"}), ("line 2", "'body'")),

@@ -159,3 +159,21 @@ def test_remote_code_runs_when_asked_for(
     assert "trust_remote_code: true" in message and not (place.folder / "model" / "ran").exists()
     main([*words, "--trust_remote_code=true"])
     assert (place.folder / "model" / "ran").exists()
+
+
+@pytest.mark.parametrize("command", ["verify", "eval", "merge"])
+def test_commands_without_a_recipe_run_remote_code_when_asked_for(
+    command: str, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place.folder)
+    folder, text = place.folder / "model", place.write("t.txt", "some words " * 99)
+    model(with_code)(place)
+    words = {
+        "verify": ["verify", str(folder), "--chunk_tokens", "64", "--tokens", "100"],
+        "eval": ["eval", str(folder), "--data", text, "--parts", "position", "--tokens", "200"],
+        "merge": ["merge", str(place.run / "out"), "--model", str(folder), "--output_dir", "merged"],
+    }[command]
+    message = refused(words, 2, ("comes with Python code",), capsys)
+    assert "add --trust_remote_code;" in message and not (folder / "ran").exists()
+    assert main([*words, "--trust_remote_code"]) == 0, capsys.readouterr().err
+    assert (folder / "ran").exists()

@@ -52,9 +52,10 @@ def test_numbers(clock: Clock) -> None:
     line.prefix = "step 1/2 | "
     shown = play(line, clock, [10.0] * 4, [20.0] * 4)
     assert "step 1/2 | forward 1/4 | host" in shown[0]
-    # 10 s per chunk: 2 chunks and, at three times the forward sweep's 40 s, the backward sweep are left.
-    assert "forward 2/4 | 10 tok/s | 2:20 left" in shown[1]
-    assert "backward 1/4 | 5 tok/s | 1:00 left" in shown[4]
+    # 10 s per chunk; how that grows is seen behind three of them. A backward sweep is taken for three times as long.
+    assert "forward 2/4 | 10 tok/s | host" in shown[1] and "left" not in shown[2]
+    assert "forward 4/4 | 10 tok/s | about 2:00 left" in shown[3]
+    assert "backward 1/4 | 5 tok/s | about 1:00 left" in shown[4]
     assert shown[7] == "\r\x1b[K"  # the step is over: the line goes
     # The second step knows that a backward sweep takes twice a forward sweep here.
     shown = play(line, clock, [10.0] * 4, [20.0] * 4)
@@ -70,6 +71,18 @@ def test_cost_grows_with_position() -> None:
     assert estimate.forward_seconds(0, 1000) == pytest.approx(1000 + 0.01 * 1000**2 / 2)
     # The end of the document is done in the backward sweep; the rest is cheaper.
     assert estimate.left_in_backward(500, 1000, elapsed=100.0) < 100.0
+
+
+def test_first_step_is_not_promised_too_soon(clock: Clock) -> None:
+    """Chunks get slower with the position: a time made of the first ones alone would be far too low."""
+    line = ProgressLine(Terminal(), min_interval_s=0.0)
+    forward = [float(seconds) for seconds in range(10, 60, 10)]
+    shown = play(line, clock, forward, [3 * seconds for seconds in reversed(forward)])
+    assert all("left" not in text for text in shown[:3])
+    assert "forward 4/5 | 3 tok/s | about 8:2" in shown[3]  # 50 + 3 * 150 s
+    # In the next step growth is known from the first one: 120 s of the forward sweep and 450 s are left.
+    again = play(line, clock, forward, [3 * seconds for seconds in reversed(forward)])
+    assert "forward 2/5 | 5 tok/s | 9:30 left" in again[1]
 
 
 def test_quiet_when_not_a_terminal(clock: Clock) -> None:

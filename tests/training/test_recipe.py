@@ -144,7 +144,7 @@ def test_bad_settings(settings: dict[str, Any], write_recipe: Write, change: dic
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--lora_rr", "8"], ["--lora_rr", "'lora_r'"]),
+        (["--lora_rr", "8"], ["--lora_rr", "'--lora_r'"]),
         (["--oomb.chunk_token", "8"], ["'--oomb.chunk_tokens'"]),
         (["--lora_r", "x"], ["--lora_r", "'x'", "a whole number"]),
         (["--lora_r"], ["--lora_r", "no value"]),

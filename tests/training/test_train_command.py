@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,8 +19,9 @@ from oomb_accel.cli.train import _split
 from oomb_accel.plan.sizes import DTYPE_BYTES
 from oomb_accel.training import loop
 from oomb_accel.training.dry_run import plan_training
-from oomb_accel.training.interrupt import SAME_SECONDS, Stopped, StopSignals
+from oomb_accel.training.interrupt import SAME_SECONDS, Stopped, StopSignals, reason
 from oomb_accel.training.recipe import Recipe
+from oomb_accel.training.resolved import resolved_yaml
 from tests.distributed.ranks import needs_deepspeed
 from tests.training.ranks_train import launched
 
@@ -459,3 +461,23 @@ def test_a_cpu_is_better_off_without_bf16(
 ) -> None:
     assert main(["train", str(write_recipe(settings | {"max_steps": 1, "torch_dtype": dtype}))]) == 0
     assert capsys.readouterr().out.count("torch_dtype: float32 is faster") == (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (Stopped(signal.SIGINT), "Ctrl-C"),
+        (Stopped(signal.SIGTERM), "SIGTERM"),
+        (KeyboardInterrupt(), "Ctrl-C"),
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (ValueError("The loss is no number.\n  Got nan.\n  Lower learning_rate."), "The loss is no number"),
+        (ZeroDivisionError(), "ZeroDivisionError"),
+    ],
+)
+def test_why_a_run_stopped(error: BaseException, words: str) -> None:
+    assert reason(error) == words
+
+
+def test_the_command_to_go_on_with_is_quoted() -> None:
+    recipe = Recipe(model_name_or_path="model", data_path="text", output_dir="my run")
+    assert "oomb train 'my run/config.yaml' --resume" in resolved_yaml(recipe, {})
