@@ -40,7 +40,7 @@ SPARSE_LAYER_SECONDS = 0.8e-3
 LISTS_SECONDS = 2.6e-3
 """What the forward of a layer takes longer: the mean of three runs (1.6, 2.9 and 3.2 ms), from their progress lines."""
 HOST_LAYER_SECONDS, HOST_RECORD_SECONDS = 11.5e-3, 9.5e-6
-"""Least time of a layer in the backward sweep, and for each record that its lists name: least squares over six steps."""
+"""Least time of a layer in the backward sweep, and for each record that its lists name: least squares over six rows."""
 
 ZERO3_LAYER_SECONDS = 0.75e-3
 """What DeepSpeed's hooks add to a layer in one pass."""
