@@ -18,7 +18,7 @@ _POOLED_TOKENS = 16
 
 _PARTS = (
     *("linear layers", "norms, activations, adapters", "attention inside chunks", "attention to the past"),
-    *("selection of pages", "launches", "waiting for host memory", "ZeRO", "optimizer"),
+    *("selection of pages", "launches", "waiting for host memory", "host's work for pages", "ZeRO", "optimizer"),
 )
 
 
@@ -64,7 +64,9 @@ def _compute(job: Job, chunk: Chunk, step: StepTime, *, repeated: bool, attends_
     moved = rates.ELEMENTWISE_TURNS * activation_bytes_per_token(job)
     if job.lora_r:
         outputs = sum(out * count for _, out, count in model.linears) if not model.num_experts else 0
-        moved += rates.ADAPTER_TURNS * 2 * model.num_layers * outputs
+        # Modules that ZeRO 3 watches are left to PEFT.
+        turns = rates.ADAPTER_TURNS if job.zero_stage == 3 else rates.FUSED_ADAPTER_TURNS
+        moved += turns * 2 * model.num_layers * outputs
     step.parts["norms, activations, adapters"] += tokens * moved * (forwards + 2) / gpu.memory_bytes_per_second
     step.parts["launches"] += rates.LAYER_PASS_SECONDS * model.num_layers * (forwards + 1)
 
@@ -112,7 +114,7 @@ def _transfers(job: Job, memory: Memory, step: StepTime) -> None:
 
     What a chunk needs of the pages that exist is absent in the proportion in which they exceed the pool. Copies of each
     direction run beside the computation; in the forward sweep of sparse layers only beside the attention of the chunk
-    to itself, since before that nobody knows which pages are wanted.
+    to itself, since before that nobody knows which pages are wanted. What sparse layers lose beside waiting is fitted.
     """
     plan, schedule, layout = memory.plan, memory.schedule, job.pages
     if not plan.offloads or not schedule.num_pages:
@@ -125,27 +127,36 @@ def _transfers(job: Job, memory: Memory, step: StepTime) -> None:
     gradients_per_page = memory.pages.gradient_bytes / schedule.num_pages
     sparse = len(layout.sparse_layers) / len(layout.windows)
     own_share = step.parts["attention inside chunks"] / (1 + rates.BACKWARD) / num_chunks
-    waiting, untouched = 0.0, 1.0
+    waiting, by_host, untouched, num_layers = 0.0, 0.0, 1.0, len(layout.windows)
     for chunk in reversed(schedule.chunks):
-        past = len(chunk.past_pages)
+        past, own = len(chunk.past_pages), len(chunk.own_pages)
         last = chunk.index == num_chunks - 1
         seen = (1 - sparse) * past + sparse * layout.distinct_pages(past, chunk.num_tokens)
-        absent = max(0.0, 1 - plan.device_value_bytes / max(1.0, past * values_per_page))
-        read = seen * values_per_page * absent
-        written = len(chunk.own_pages) * values_per_page * absent
+        values_absent = max(0.0, 1 - plan.device_value_bytes / max(1.0, past * values_per_page))
+        read = seen * values_per_page * values_absent
+        beyond = (past + own) * values_per_page - plan.device_value_bytes
+        written = min(own * values_per_page, max(0.0, beyond))  # a page is written once: K and V do not change
+        had = 1 - untouched  # the share of pages that have a gradient
         untouched *= 1 - seen / past if past else 0.0
         grads = past * gradients_per_page * (1 - untouched)
         absent = max(0.0, 1 - plan.device_gradient_bytes / max(1.0, grads))
         dirty = seen * gradients_per_page * absent
+        # The backward uses the pages of the recompute, and those stay that fit.
         again = not (last and job.keep_last_graph) and chunk.index not in memory.kept
-        up, down = read * (1 + again) + dirty, dirty
+        read_again = min(read, max(0.0, seen * values_per_page - plan.device_value_bytes)) if again else 0.0
+        up, down = read + read_again + dirty * had, dirty
         step.up_bytes += read + up
         step.down_bytes += written + down
         seconds = compute * weights[chunk.index] / sum(weights)
         hidden = own_share if sparse == 1 else seconds / 4
         waiting += max(0.0, max(read, written) / rate - hidden)
         waiting += max(0.0, max(up, down) / rate - seconds * 3 / 4)
+        if values_absent:  # the host looks at a layer's lists before it goes on
+            by_host += sparse * num_layers * rates.LISTS_SECONDS
+        host = num_layers * (rates.HOST_LAYER_SECONDS + rates.HOST_RECORD_SECONDS * seen * layout.num_kv_heads)
+        by_host += sparse * max(0.0, host - seconds * 3 / 4)
     step.parts["waiting for host memory"] = waiting
+    step.parts["host's work for pages"] = by_host
 
 
 def _share_of_time(job: Job, chunk: Chunk) -> float:

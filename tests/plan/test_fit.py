@@ -163,7 +163,7 @@ def test_traffic_of_a_small_pool() -> None:
 
 def test_traffic_of_dense_attention_by_hand() -> None:
     """What the pool has no room for is read in the forward sweep, when a chunk runs again, and in its backward, where
-    its gradients are read too."""
+    its gradients are read too, but for the last chunk, which makes them."""
     shape = replace(read_shape("qwen2.5-7b"), num_layers=2, windows=(None,) * 2)
     chunk = 2 * 4 * 2 * 1024 * 128 * 2  # layers, KV heads, K and V, tokens, head_dim, bytes
     tiny = Job(model=shape, tokens=5 * 1024, chunk_tokens=1024, span_tokens=128, page_grad_dtype="bfloat16")
@@ -172,8 +172,8 @@ def test_traffic_of_dense_attention_by_hand() -> None:
     found = estimate(tiny)
     pool = found.memory.plan.device_value_bytes
     absent = [past * chunk - min(pool, past * chunk) for past in range(5)]  # chunks 1 to 5
-    passes = [3, 3, 3, 3, 2]  # the last one runs once
-    assert found.time.up_bytes == pytest.approx(sum(a * (n + 1) for a, n in zip(absent, passes, strict=True)), rel=1e-6)
+    reads = [4, 4, 4, 4, 2]  # the last one runs once
+    assert found.time.up_bytes == pytest.approx(sum(a * n for a, n in zip(absent, reads, strict=True)), rel=1e-6)
     kept = estimate(replace(tiny, keep_outputs=True)).time.up_bytes
     assert kept == pytest.approx(found.time.up_bytes - sum(absent[:-1]), rel=1e-6)
 
@@ -195,9 +195,9 @@ def test_an_unknown_gpu_is_answered_with_the_nearest() -> None:
 
 
 def test_layers_that_stay_dense() -> None:
-    of = job(**SPARSE, dense_layers=(0, -1))
+    of = job(tokens=M // 4, **SPARSE, dense_layers=(0, -1))
     assert of.sparse_layers == frozenset(range(1, 27))
-    assert seconds(of) > 1.2 * seconds(replace(of, dense_layers=()))
+    assert seconds(of) > 1.1 * seconds(replace(of, dense_layers=()))
 
 
 def test_nothing_here_imports_torch() -> None:
