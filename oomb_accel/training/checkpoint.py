@@ -88,11 +88,15 @@ def load_checkpoint(run: Run, checkpoint: Path) -> None:
     if needs_other_shards(run.accelerator, progress):
         with cut_anew(run.accelerator, checkpoint / STATE) as folder:
             run.model.load_checkpoint(str(folder), TAG, load_module_strict=False)
-        set_seed(run.recipe.seed + progress["step"], device_specific=True)  # generators were saved by rank
+        _seed_anew(run, progress)
     else:
-        _check_generators(run, checkpoint)
+        same_ranks = progress["num_processes"] == run.accelerator.num_processes
+        if same_ranks:
+            _check_generators(run, checkpoint)
         with _names_broken_file(checkpoint):
             run.accelerator.load_state(str(checkpoint / STATE), **_deepspeed(run, load_module_strict=False))
+        if not same_ranks:
+            _seed_anew(run, progress)
     if zero_stage(run.accelerator) is not None and run.model.global_steps != progress["step"]:
         raise RuntimeError(
             f"DeepSpeed could not read {str(checkpoint / STATE)!r}.\n"
@@ -104,14 +108,27 @@ def load_checkpoint(run: Run, checkpoint: Path) -> None:
     run.corpus.notes += _changed_settings(run.recipe, progress["recipe"])
 
 
+def _seed_anew(run: Run, progress: dict[str, Any]) -> None:
+    """Random generators were saved by rank: other ranks begin with others, the same whenever this is done again."""
+    set_seed(run.recipe.seed + progress["step"], device_specific=True)
+
+
 def _check_generators(run: Run, checkpoint: Path) -> None:
-    """Whether the random generators were saved: Accelerate goes on without them, with other numbers, in silence."""
-    name = f"{STATE}/{RNG_STATE_NAME}_{run.accelerator.process_index}.pkl"
+    """Whether the random generators were saved: Accelerate goes on without them, with other numbers, in silence. All
+    ranks refuse what one cannot read."""
+    error: Exception | None = None
     try:
-        states = load(checkpoint / name)  # values only, no code
+        states = load(checkpoint / _generators(run.accelerator.process_index))  # values only, no code
         torch.Generator().set_state(states["torch_manual_seed"])
-    except _BROKEN as error:
-        raise unreadable_state(checkpoint, name, error) from error
+    except _BROKEN as found:
+        error = found
+    for rank, wrong in enumerate(gather_object([error])):
+        if wrong is not None:
+            raise unreadable_state(checkpoint, _generators(rank), wrong) from error
+
+
+def _generators(rank: int) -> str:
+    return f"{STATE}/{RNG_STATE_NAME}_{rank}.pkl"
 
 
 @contextmanager

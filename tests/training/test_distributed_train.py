@@ -128,6 +128,7 @@ def test_kill_9_and_go_on(rows: Settings, tmp_path: Path, stage: int | None, pla
     ("before", "after", "lora_r"),
     [
         ((2, 2), (2, 1), 4),
+        ((None, 1), (None, 2), 4),
         pytest.param((None, 2), (None, 1), 4, marks=pytest.mark.slow),
         pytest.param((0, 2), (0, 1), 4, marks=pytest.mark.slow),
         pytest.param((1, 2), (2, 2), 4, marks=pytest.mark.slow),
