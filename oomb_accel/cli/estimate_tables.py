@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from oomb_accel.plan import Estimate, Job, Suggestion
+from oomb_accel.plan import Estimate, Job, Suggestion, estimate
 from oomb_accel.plan.sizes import GIB
 
 _WIDTH = 34
+_DISTINCT_OF_TEXT = 0.15
+"""Of the documents that docs/benchmarks.md was measured with, 0.06 to 0.29."""
 
 
 def estimate_report(
@@ -21,7 +24,7 @@ def estimate_report(
 
     Args:
         longest: tokens of the longest document that fits; None where it was not looked for.
-        changes: single changes that make the job fit.
+        changes: that make the job fit.
         price: of one GPU for an hour.
         reasons: for settings that were chosen.
     """
@@ -101,7 +104,11 @@ def _notes(found: Estimate, longest: int | None) -> list[str]:
         else "Rates were measured on H200s (docs/benchmarks.md), with Liger's kernels."
     ]
     if job.attention == "sparse" and job.distinct is None and found.memory.plan.offloads:
-        notes.append("Traffic is that of page lists at random; on real text it is less (--distinct).")
+        text = estimate(replace(job, distinct=_DISTINCT_OF_TEXT)).time.seconds
+        notes.append(
+            "Page lists are taken as random, which is the worst case. Where they concentrate as on source code "
+            f"(--distinct {_DISTINCT_OF_TEXT}), a step takes {text:,.0f} s."
+        )
     trained = job.model.trained_tokens
     if trained is not None and max(job.tokens, longest or 0) > trained:
         notes.append(f"The positions of this model are made for {trained:,} tokens: set rope_parameters for more.")

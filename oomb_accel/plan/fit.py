@@ -18,6 +18,9 @@ LONGEST = 1 << 24
 """Tokens; no estimate looks further."""
 CHUNKS = (8192, 4096, 2048, 1024, 512)
 """Tokens of the chunks that are tried, the largest first."""
+_BUDGET, _LEAST_BUDGET = 8, 4
+"""Times top_k: pages that a chunk may name for nothing, and for little, see docs/sparsity.md."""
+_SMALL_TOP_K = 16
 _STANDING = ("weights", "gathered weights", "optimizer", "gradient buckets", "gradients")
 _SHORT_SPAN = 8192
 
@@ -148,28 +151,41 @@ def largest_tokens(job: Job) -> int:
 
 
 def suggestions(job: Job) -> list[Suggestion]:
-    """Single changes with which the job fits, the fastest first; where there is none, several together."""
-    found = [Suggestion(change, estimate(changed)) for change, changed in _changes(job)]
-    fitting = sorted((s for s in found if s.estimate.fits), key=lambda s: s.estimate.time.seconds)
-    return fitting or _together(job)
+    """Single settings with which the job fits, the fastest first, or several together where none is enough alone; then
+    other machines."""
+    settings, machines = (
+        sorted(
+            (s for s in (Suggestion(change, estimate(changed)) for change, changed in changes) if s.estimate.fits),
+            key=lambda s: s.estimate.time.seconds,
+        )
+        for changes in (_changes(job), _machines(job))
+    )
+    return (settings or _together(job)) + machines
 
 
 def _together(job: Job) -> list[Suggestion]:
-    """The cheapest changes, one on top of the other, until the job fits; without those that prove unnecessary."""
-    wanted: dict[str, Any] = {"keep_outputs": "auto", "offload": "auto", "page_grad_dtype": "bfloat16"}
-    steps: list[dict[str, Any]] = [{"chunk_tokens": tokens} for tokens in CHUNKS]
-    for step in (*steps, {"span_tokens": _SHORT_SPAN}, {"attention": "sparse"}, {"page_dtype": "float8"}):
-        wanted |= step
-        if _fits(replace(job, **wanted)):
-            break
-    else:
-        return []
-    for name in list(wanted):
+    """The cheapest changes, one on top of the other, until the job fits; without those that prove unnecessary. Smaller
+    chunks come last: they help a GPU that is too small, and more of them leave more pages with gradients."""
+    storage: list[dict[str, Any]] = [{"span_tokens": _SHORT_SPAN}, {"attention": "sparse"}, {"page_dtype": "float8"}]
+    budgets = [{"page_budget": _BUDGET * job.top_k}]
+    budgets += [{"top_k": _SMALL_TOP_K, "page_budget": times * _SMALL_TOP_K} for times in (_BUDGET, _LEAST_BUDGET)]
+    chunks: list[dict[str, Any]] = [{"chunk_tokens": tokens} for tokens in CHUNKS if tokens < job.chunk_tokens]
+    for steps in ([*storage, *budgets], [*chunks, *storage]):
+        wanted: dict[str, Any] = {"keep_outputs": "auto", "offload": "auto", "page_grad_dtype": "bfloat16"}
+        for step in steps:
+            wanted |= step
+            if _fits(replace(job, **wanted)):
+                return [_without_unnecessary(job, wanted)]
+    return []
+
+
+def _without_unnecessary(job: Job, wanted: dict[str, Any]) -> Suggestion:
+    for name in [name for name in wanted if name != "top_k"]:  # what a budget costs in loss depends on it
         fewer = {other: value for other, value in wanted.items() if other != name}
-        if _fits(replace(job, **fewer)):
+        if getattr(job, name) == wanted[name] or _fits(replace(job, **fewer)):
             wanted = fewer
-    changed = replace(job, **wanted)
-    return [Suggestion(", ".join(f"{name}: {value}" for name, value in wanted.items()), estimate(changed))]
+    change = ", ".join(f"{name}: {value}" for name, value in wanted.items())
+    return Suggestion(change, estimate(replace(job, **wanted)))
 
 
 def _changes(job: Job) -> Iterator[tuple[str, Job]]:
@@ -196,6 +212,9 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
     if not job.lora_r and not job.zero_offload:
         stage = job.zero_stage or 2
         yield f"ZeRO {stage}, optimizer on the host", replace(job, zero_stage=stage, zero_offload=True)
+
+
+def _machines(job: Job) -> Iterator[tuple[str, Job]]:
     for gpus in (2, 4, 8):  # a document for each; the host grows with the machine
         wider = replace(job, num_gpus=gpus, zero_stage=3, host_bytes=job.host_bytes * gpus // job.num_gpus)
         if gpus > job.num_gpus and _fits(wider):
@@ -207,7 +226,7 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
 def _smaller_budget(job: Job) -> Iterator[tuple[str, Job]]:
     """The largest half, quarter and so on of what lists can name: fewer pages have a gradient at one moment."""
     budget = -(-job.chunk_tokens // job.q_block) * job.top_k // 2 if job.sparse_layers else 0
-    while budget >= job.top_k:
+    while budget >= _LEAST_BUDGET * job.top_k:
         smaller = replace(job, page_budget=budget)
         if budget < (job.page_budget or LONGEST) and _fits(smaller):
             yield f"page_budget: {budget}", smaller

@@ -37,7 +37,7 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
             "It fits.",
             "longest document that fits",
             "made for 32,768 tokens",
-            "page lists at random",
+            "Page lists are taken as random",
             "measured on H200s",
         ),
     ):

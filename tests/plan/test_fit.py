@@ -68,7 +68,21 @@ def test_suggestions_make_it_fit(of: Job) -> None:
     for change in changes:
         assert change.estimate.fits and change.estimate.job != of
         assert change.estimate.memory.device_bytes <= of.gpu.memory_bytes
-    assert [c.estimate.time.seconds for c in changes] == sorted(c.estimate.time.seconds for c in changes)
+    machines = [change for change in changes if "host memory" in change.change]
+    settings = [change for change in changes if change not in machines]
+    assert changes == settings + machines
+    for part in (settings, machines):
+        assert [c.estimate.time.seconds for c in part] == sorted(c.estimate.time.seconds for c in part)
+
+
+def test_several_settings_come_before_another_machine() -> None:
+    """None of them is enough alone."""
+    first, *others = suggestions(job(model="qwen3-8b", tokens=2 * M))
+    assert (
+        first.change == "page_grad_dtype: bfloat16, attention: sparse, page_dtype: float8, page_budget: 64, top_k: 16"
+    )
+    assert first.estimate.memory.host_bytes <= 128 * GIB
+    assert all("host memory" in change.change for change in others)
 
 
 def test_a_suggestion_changes_what_it_says() -> None:
