@@ -46,7 +46,9 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: an unknown model, GPU or option, or a value that is not allowed.
     """
     options, config, rope = _options(arguments)
-    job, reasons = _chosen(_job(options, config, rope), options)
+    job = _job(options, config, rope)
+    _check_typed(options, _names(arguments))
+    job, reasons = _chosen(job, options)
     found = estimate(job)
     changes = [] if found.fits else suggestions(job)
     longest = largest_tokens(job)
@@ -76,8 +78,7 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, 
         parser.set_defaults(**_defaults(config))
         return parser.parse_args(arguments), config, None
     _, others = parser.parse_some(arguments)
-    given = {part.partition("=")[0].lstrip("-").replace("-", "_") for part in others}
-    unused = [f"--{name}=unused" for name in ("data_path", "output_dir") if name not in given]
+    unused = [f"--{name}=unused" for name in ("data_path", "output_dir") if name not in _names(others)]
     recipe = Recipe.from_yaml(path, [*others, *unused])
     config = resolve(*gather(None, *recipe.oomb_sources())).config
     if not config.enabled:
@@ -102,6 +103,27 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, 
         )
     options.model = recipe.model_name_or_path
     return options, config, recipe.rope_parameters
+
+
+def _names(arguments: Sequence[str]) -> set[str]:
+    """Of the options that were typed."""
+    return {part.partition("=")[0][2:].replace("-", "_") for part in arguments if part.startswith("--")}
+
+
+def _check_typed(options: argparse.Namespace, typed: set[str]) -> None:
+    """Refuse options that others leave without a meaning."""
+    if options.full and "lora_r" in typed and options.lora_r:
+        raise ValueError(
+            "Either all weights are trained, or adapters.\n"
+            f"  Got --full with --lora_r {options.lora_r}.\n  Leave one of them out."
+        )
+    for name in ("top_k", "page_budget", "distinct"):
+        if options.attention == "dense" and name in typed:
+            raise ValueError(
+                f"--{name} has no meaning with dense attention.\n"
+                f"  Got --{name} {getattr(options, name)} with --attention dense.\n"
+                f"  Use --attention sparse, or leave --{name} out."
+            )
 
 
 def _defaults(config: OombConfig) -> dict[str, Any]:

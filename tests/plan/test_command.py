@@ -115,6 +115,8 @@ def test_what_is_no_length(text: str) -> None:
         ("qwen2.5-7b --top_k 0", "--top_k is too small."),
         ("qwen2.5-7b --top_k 64 --page_budget 32", "Use --page_budget 64 or more."),
         ("qwen2.5-7b --distinct 25", "Use 0.25, for example."),
+        ("qwen2.5-7b --full --lora_r 8", "Got --full with --lora_r 8."),
+        ("qwen2.5-7b --top-k 16", "Use --attention sparse, or leave --top_k out."),
         ("qwen2.5-7b --length soon", "Write 131072, 128K or 1M"),
     ],
 )
