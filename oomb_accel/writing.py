@@ -93,8 +93,15 @@ def saying(what: str, place: Path, remedy: str) -> Iterator[None]:
         if not is_of_file_system(error):
             raise
         full = ": the disk is full" if is_full(error, place) else ""
-        why = reason_of(error) if isinstance(error, OSError) else in_a_line(error).removesuffix(".")
-        raise CannotWriteError(f"{what} cannot be written{full}.\n  {place}: {why}.\n  {remedy}") from error
+        raise CannotWriteError(f"{what} cannot be written{full}.\n  {place}: {_why(error)}.\n  {remedy}") from error
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return reason_of(error)
+    # A message of ours has the reason in its second line.
+    said = str(error).splitlines()[1:2] if isinstance(error, CannotWriteError) else [in_a_line(error)]
+    return "".join(said).strip().removesuffix(".")
 
 
 def give_usual_modes(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -61,9 +62,18 @@ def main(arguments: Sequence[str]) -> int:
 
     with contextlib.redirect_stdout(sys.stderr) if switches.json else contextlib.nullcontext():
         summary = train(recipe)
+    atexit.register(_leave_group)
     if switches.json and _is_first_process():
         print(json.dumps(summary.to_dict(), indent=2))
     return 0
+
+
+def _leave_group() -> None:
+    """Before the interpreter goes: threads of the process group that outlive it have ended finished runs by SIGABRT."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @dataclasses.dataclass(slots=True)

@@ -55,12 +55,14 @@ def check_length(config: Any, document_tokens: Sequence[int]) -> None:
     if not limit or longest <= limit:
         return
     original = _parameters(config).get("original_max_position_embeddings") or config.max_position_embeddings
-    factor = math.ceil(longest / original)
+    factor = float(math.ceil(longest / original))
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    written = ", ".join(f"{name}: {value}" for name, value in scaling.items())
     raise ValueError(
         "A document is longer than the range of positions that the model was trained or scaled for.\n"
         f"  Document: {longest:,} tokens; model: {describe_rope(config)}.\n"
-        f"  Set rope_parameters: {{rope_type: yarn, factor: {factor}.0, original_max_position_embeddings: {original}}} "
-        "(in Python config.rope_parameters, before loading), shorten the document to "
+        f"  Set rope_parameters: {{{written}}} (in Python config.rope_parameters.update({scaling}), before loading), "
+        "shorten the document to "
         f"{limit:,} tokens (max_length and truncation in a recipe), or train beyond the range as it is: "
         "beyond_trained_length 'allow' (oomb.beyond_trained_length in a recipe)."
     )

@@ -105,7 +105,7 @@ def test_several_paths(run: Run, rows: str, model: str) -> None:
         (["--json"], 2, "give a recipe, or a path"),
         (["ROWS"], 2, "The tokenizer for"),
         (["ROWS", "--model", "MODEL", "--show", "9"], 2, "There is no document 9"),
-        (["ROWS", "--model", "MODEL", "--max_lenght", "9"], 2, "Did you mean 'max_length'"),
+        (["ROWS", "--model", "MODEL", "--max_lenght", "9"], 2, "Did you mean '--max_length'"),
         (["none.txt", "--model", "MODEL"], 2, "There is no data at 'none.txt'"),
         (["none.yaml"], 2, "cannot be read"),
         (["a.yaml", "b.txt"], 2, "One recipe at a time"),
