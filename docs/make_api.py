@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from made_page import write_or_check
+
 import oomb_accel
 
 PAGE = Path(__file__).with_name("api.md")
@@ -134,16 +136,5 @@ def _plain(member: Any) -> Any:
     return member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
 
 
-def main() -> int:
-    made = page()
-    if "--check" in sys.argv[1:]:
-        same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == made
-        print("docs/api.md is up to date" if same else "docs/api.md is out of date: run python docs/make_api.py")
-        return 0 if same else 1
-    PAGE.write_text(made, encoding="utf-8")
-    print(f"{PAGE}: {len(made.splitlines())} lines")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))

@@ -10,6 +10,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from made_page import write_or_check
+
 from oomb_accel.training import Recipe
 from oomb_accel.training.settings import Setting, field_docs
 
@@ -53,16 +55,5 @@ def _default(field: dataclasses.Field[object]) -> str:
     return words[field.default] if field.default is None or isinstance(field.default, bool) else f"`{field.default}`"
 
 
-def main() -> int:
-    made = page()
-    if "--check" in sys.argv[1:]:
-        same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == made
-        print(f"docs/recipe.md is {'up to date' if same else 'out of date: run python docs/make_recipe.py'}")
-        return 0 if same else 1
-    PAGE.write_text(made, encoding="utf-8")
-    print(f"{PAGE}: {len(made.splitlines())} lines")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))

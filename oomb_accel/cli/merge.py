@@ -23,11 +23,11 @@ from oomb_accel.evaluation.merging import (
     probe_logits,
     save,
 )
+from oomb_accel.evaluation.subject import recipe_of
 from oomb_accel.integrations.saving import read_config
 from oomb_accel.setting_text import dtype_name
 from oomb_accel.spelling import settings_called
 from oomb_accel.training.model import load_model, load_tokenizer
-from oomb_accel.training.recipe import Recipe
 
 ROUNDING_SHARE = 0.2
 """Of the adapter's effect; if the difference is more, rounding is worth a word."""
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     check_writable(options.json)
     name = options.model or _named(options.adapter)
     check_output(options.output_dir)
-    recipe = _recipe(name, rope_of_run(options.adapter), options.trust_remote_code)
+    recipe = recipe_of(name, rope_of_run(options.adapter), trust_remote_code=options.trust_remote_code)
     tokenizer = load_tokenizer(recipe)
     base: Any = load_model(recipe)
     loaded = base.dtype
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     save(merge(adapted, dtype), tokenizer, options.output_dir)
     del adapted, base
     _say("loading it again to compare")
-    again = load_model(_recipe(str(options.output_dir), None, options.trust_remote_code)).to(device)
+    again = load_model(recipe_of(str(options.output_dir), trust_remote_code=options.trust_remote_code)).to(device)
     verdict = compare(probe_logits(again, ids), with_adapter, without, (loaded, dtype))
     with tables_beside(options.json):
         print(_text(verdict, options.output_dir))
@@ -87,16 +87,6 @@ def _named(adapter: Path) -> str:
             "  base_model_name_or_path in its config is empty.\n  Use --model FOLDER."
         )
     return str(name)
-
-
-def _recipe(model: str, rope_parameters: dict[str, Any] | None, trust_remote_code: bool) -> Recipe:
-    return Recipe(
-        model_name_or_path=model,
-        data_path="unused",
-        output_dir="unused",
-        rope_parameters=rope_parameters,
-        trust_remote_code=trust_remote_code,
-    )
 
 
 def _text(verdict: Verdict, output: Path) -> str:

@@ -42,7 +42,7 @@ def load_texts(model: str, paths: Sequence[str], tokenizer: Any, *, text_field: 
 
 def tokenizer_of(model: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer beside a model."""
-    return load_tokenizer(_recipe(model, trust_remote_code=trust_remote_code))
+    return load_tokenizer(recipe_of(model, trust_remote_code=trust_remote_code))
 
 
 def load_subject(
@@ -65,7 +65,7 @@ def load_subject(
     Raises:
         ValueError: no such model, one that is not supported, or an adapter that does not belong to it.
     """
-    base = load_model(_recipe(model, rope_parameters, dtype, trust_remote_code))
+    base = load_model(recipe_of(model, rope_parameters, dtype, trust_remote_code=trust_remote_code))
     assert isinstance(base, PreTrainedModel)
     if reasons := refusals(base, base_model_of(base)):
         raise ValueError(refusal("This model is not supported", reasons))
@@ -97,12 +97,18 @@ def check_texts(subject: Subject, texts: Sequence[Text], longest_pass: int, ques
         )
 
 
-def _recipe(
+def recipe_of(
     model: str,
     rope_parameters: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
+    *,
     trust_remote_code: bool = False,
 ) -> Recipe:
+    """A recipe that says no more than how a model is loaded.
+
+    Args:
+        dtype: of its weights; None is that of its files.
+    """
     names = {None: "auto", torch.bfloat16: "bfloat16"}
     return Recipe(
         model_name_or_path=model,
