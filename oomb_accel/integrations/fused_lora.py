@@ -20,6 +20,8 @@ import torch
 from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
+from oomb_accel.integrations.float8_base import Float8Weight, base_input_gradient, base_product, float8_of
+
 _PEFT_FORWARD = lora.Linear.forward
 
 
@@ -48,8 +50,10 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not torch.is_autocast_enabled(kind) and not dtype == base.weight.dtype == a_RI.dtype == b_OR.dtype:
         return lora.Linear.forward(layer, x)
     bias_O = None if base.bias is None else base.bias.to(dtype)
+    float8 = float8_of(base)
+    weight_OI = base.weight.to(dtype) if float8 is None else None
     out: Tensor = _FusedLinear.apply(
-        x.to(dtype), base.weight.to(dtype), bias_O, a_RI.to(dtype), b_OR.to(dtype), float(layer.scaling[adapter])
+        x.to(dtype), weight_OI, bias_O, a_RI.to(dtype), b_OR.to(dtype), float(layer.scaling[adapter]), float8
     )
     return out
 
@@ -73,7 +77,8 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether it is a linear layer that nobody watches, as ZeRO 3 does that gathers module by module, with a weight
     that is no more than a tensor."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if type(module) is not nn.Linear or any(hooks) or "forward" in vars(module):
+    changed = "forward" in vars(module) and float8_of(module) is None
+    if type(module) is not nn.Linear or any(hooks) or changed:
         return False
     return type(module.weight) is nn.Parameter  # looked at last: where ZeRO 3 watches, looking gathers it
 
@@ -83,19 +88,23 @@ class _FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+        ctx: Any,
+        x: Tensor,
+        weight_OI: Tensor | None,
+        bias_O: Tensor | None,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        scale: float,
+        float8: Float8Weight | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         xa = rows @ a_RI.t()
-        out = x.new_empty(*x.shape[:-1], len(weight_OI))  # no view, which nobody could change in place
-        flat = out.view(-1, len(weight_OI))
-        if bias_O is None:
-            torch.mm(rows, weight_OI.t(), out=flat)
-        else:
-            torch.addmm(bias_O, rows, weight_OI.t(), out=flat)
+        out = x.new_empty(*x.shape[:-1], len(b_OR))  # no view, which nobody could change in place
+        flat = out.view(-1, len(b_OR))
+        base_product(x, weight_OI, bias_O, flat, float8)
         flat.addmm_(xa, b_OR.t(), alpha=scale)
         ctx.save_for_backward(x, weight_OI, a_RI, b_OR, xa)
-        ctx.scale = scale
+        ctx.scale, ctx.float8 = scale, float8
         return out
 
     @staticmethod
@@ -103,12 +112,12 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         x, weight_OI, a_RI, b_OR, xa = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
-        dy = grads[0].reshape(-1, len(weight_OI))
-        need_x, _, _, need_a, need_b, _ = ctx.needs_input_grad
+        dy = grads[0].reshape(-1, len(b_OR))
+        need_x, _, _, need_a, need_b, *_ = ctx.needs_input_grad
         dxa = (dy @ b_OR).mul_(ctx.scale)
         dx = None
         if need_x:
-            dx = (dy @ weight_OI).addmm_(dxa, a_RI).view(x.shape)
+            dx = base_input_gradient(dy, weight_OI, ctx.float8).addmm_(dxa, a_RI).view(x.shape)
         da_RI = dxa.t() @ rows if need_a else None
         db_OR = (dy.t() @ xa).mul_(ctx.scale) if need_b else None
-        return dx, None, None, da_RI, db_OR, None
+        return dx, None, None, da_RI, db_OR, None, None
