@@ -127,8 +127,11 @@ def launch_quantize_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: 
         )  # fmt: skip
 
 
-def check_float8(device: torch.device) -> None:
-    """Refuse a device that cannot read pages in e4m3.
+def check_float8(device: torch.device, setting: str = "page_dtype") -> None:
+    """Refuse a device that cannot read numbers in e4m3.
+
+    Args:
+        setting: that asks for them.
 
     Raises:
         ValueError: a GPU older than Ada and Hopper.
@@ -138,8 +141,8 @@ def check_float8(device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         raise ValueError(
-            "This GPU has no 8-bit floats, in which pages were to be stored.\n"
+            f"This GPU has no 8-bit floats, which {setting}='float8' asks for.\n"
             f"  {torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, "
             f"needed is {_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]}.\n"
-            "  Set page_dtype='model'."
+            f"  Set {setting}='model'."
         )

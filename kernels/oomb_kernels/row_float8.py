@@ -48,10 +48,8 @@ def _quantize_rows_kernel(  # type: ignore[no-untyped-def]
     scale, inverse = scale_of(top)
     tl.store(scales + row, scale)
     numbers = tl.where(top < 0x7F800000, numbers * inverse, 0.0)
-    if NATIVE:
-        code = numbers.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        code = encode(numbers)  # the interpreter's own conversion is not to nearest
+    # The interpreter's own conversion is not to nearest.
+    code = numbers.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else encode(numbers)
     tl.store(codes + row * K + col, code, mask=col < K)
 
 

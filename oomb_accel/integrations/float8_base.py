@@ -144,11 +144,12 @@ def float8_of(layer: nn.Module) -> Float8Weight | None:
     return forward.weight if isinstance(forward, Float8Forward) else None
 
 
-def can_run_in_float8(layer: nn.Module) -> bool:
+def can_run_in_float8(layer: nn.Linear) -> bool:
     """Whether it is a frozen linear layer of nobody's special kind, of sizes that scaled products can take."""
     if type(layer) is not nn.Linear or "forward" in vars(layer) or type(layer.weight) is not nn.Parameter:
         return False
-    if any(p.requires_grad or not p.is_floating_point() for p in layer.parameters()):
+    trained = layer.weight.requires_grad or (layer.bias is not None and layer.bias.requires_grad)
+    if trained or not layer.weight.is_floating_point():
         return False
     return has_float8_product(layer.out_features, layer.in_features)
 
@@ -160,14 +161,14 @@ class Float8Base:
         layers: all linear layers of the decoder.
     """
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self._layers = tuple(layers)
+    def __init__(self, layers: Iterable[nn.Linear]) -> None:
+        self.layers = tuple(layers)
         self._last_input = LastInput()
-        self._copies: dict[nn.Module, tuple[tuple[object, ...], Float8Weight]] = {}
+        self._copies: dict[nn.Linear, tuple[tuple[object, ...], Float8Weight]] = {}
 
     def update(self) -> None:
         """Make copies of weights that have none, and again of those that have changed since."""
-        wanted = [layer for layer in self._layers if can_run_in_float8(layer)]
+        wanted = self.able_layers()
         for layer in self._copies.keys() - set(wanted):
             del self._copies[layer]
         for layer in wanted:
@@ -176,6 +177,10 @@ class Float8Base:
                 continue
             self._copies.pop(layer, None)  # before the next one is made
             self._copies[layer] = now, Float8Weight.of(layer.weight, self._last_input)
+
+    def able_layers(self) -> list[nn.Linear]:
+        """Layers that can run in 8 bits as they are now."""
+        return [layer for layer in self.layers if can_run_in_float8(layer)]
 
     def release(self) -> None:
         """Give their memory back."""
@@ -188,7 +193,7 @@ class Float8Base:
         running = []
         for layer, (_, weight) in self._copies.items():
             if "forward" not in vars(layer):
-                layer.forward = Float8Forward(layer, weight)
+                layer.forward = Float8Forward(layer, weight)  # type: ignore[method-assign, assignment]
                 running.append(layer)
         try:
             yield
@@ -201,11 +206,6 @@ class Float8Base:
     def num_layers(self) -> int:
         """Linear layers that run in 8 bits."""
         return len(self._copies)
-
-    @property
-    def num_linear(self) -> int:
-        """All of them."""
-        return len(self._layers)
 
     @property
     def num_bytes(self) -> int:
