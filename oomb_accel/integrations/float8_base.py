@@ -71,11 +71,6 @@ class Float8Weight:
         float8_product(*quantize_rows(dy_TO), self.weight_IO, self.scales_I1, None, dx_TI, fast=False)
         return dx_TI
 
-    @property
-    def num_bytes(self) -> int:
-        parts = (self.weight_OI, self.scales_O1, self.weight_IO, self.scales_I1)
-        return sum(part.numel() * part.element_size() for part in parts)
-
 
 def base_product(
     x: Tensor, weight_OI: Tensor | None, bias_O: Tensor | None, out_TO: Tensor, float8: Float8Weight | None
@@ -208,9 +203,9 @@ class Float8Base:
         return len(self._copies)
 
     @property
-    def num_bytes(self) -> int:
-        """Of the copies."""
-        return sum(weight.num_bytes for _, weight in self._copies.values())
+    def widths(self) -> set[int]:
+        """Of inputs and outputs of all linear layers."""
+        return {width for layer in self.layers for width in (layer.in_features, layer.out_features)}
 
 
 def _identity(weight: Tensor) -> tuple[object, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
 from oomb_accel.integrations.agreement import is_partitioned
@@ -21,11 +23,7 @@ def prepare_float8_base(state: Attachment) -> None:
     if float8 is None:
         return
     if is_partitioned(state.model):
-        raise ValueError(
-            "ZeRO 3 holds weights in parts, of which there are no copies in 8 bits.\n"
-            "  Got base_dtype='float8' with parameters in parts.\n"
-            "  Set base_dtype='model', or use ZeRO 2."
-        )
+        refuse_parts()
     device = next(state.model.parameters()).device
     check_float8(device, "base_dtype")
     _check_dtype(compute_dtype(state.base, device), device)
@@ -46,10 +44,24 @@ def prepare_float8_base(state: Attachment) -> None:
         )
 
 
+def refuse_parts() -> NoReturn:
+    """ZeRO 3 has no whole weights.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        "ZeRO 3 holds weights in parts, of which there are no copies in 8 bits.\n"
+        "  Got base_dtype='float8' with ZeRO stage 3.\n"
+        "  Set base_dtype='model', or use ZeRO 2."
+    )
+
+
 def _check_dtype(dtype: torch.dtype, device: torch.device) -> None:
     if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float64):  # fp64 is for oomb verify
         raise ValueError(
             "On a GPU, products in 8 bits come out in bfloat16.\n"
             f"  Got base_dtype='float8' with a model that computes in {dtype_name(dtype)}.\n"
-            "  Set mixed_precision='bf16' (or torch_dtype='bfloat16'), or base_dtype='model'."
+            "  Set mixed_precision='bf16' or torch_dtype='bfloat16' (oomb verify: --dtype bfloat16), or "
+            "base_dtype='model'."
         )
