@@ -153,9 +153,7 @@ def test_the_cost_of_storage(
     assert 0.99 < storage["gradient"]["cosine"] < 1 and 1e-4 < storage["gradient"]["relative_error"] < 0.1
 
 
-def test_the_cost_of_base_weights_in_8_bits(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cost_of_base_weights_in_8_bits(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [*QUICK, "--base-dtype", "float8", "--json", str(tmp_path / "report.json")]
     assert main(["verify", str(folder), *options]) == 2
     assert "Add --lora" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``oomb verify --page-dtype float8``, ``--page-grad-dtype bfloat16`` and ``--base-dtype float8``: what storage in fewer
+"""``oomb verify --page-dtype float8``, ``--page-grad-dtype bfloat16``, ``--base-dtype float8``: what storage in fewer
 bits costs.
 
 Both sides are a training step by the recurrence on the user's model and text, with the same chunks and attention; only

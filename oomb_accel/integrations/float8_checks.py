@@ -25,8 +25,7 @@ def prepare_float8_base(state: Attachment) -> None:
     if is_partitioned(state.model):
         refuse_parts()
     device = next(state.model.parameters()).device
-    check_float8(device, "base_dtype")
-    _check_dtype(compute_dtype(state.base, device), device)
+    check_device(device, compute_dtype(state.base, device))
     if state.wrapped or any(m.gradient_checkpointing and m.training for m in state.checkpointed):
         raise ValueError(
             "Gradient checkpointing runs layers again outside of chunks, where they would not compute in 8 bits.\n"
@@ -57,7 +56,16 @@ def refuse_parts() -> NoReturn:
     )
 
 
-def _check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a GPU without products in 8 bits.
+
+    Args:
+        dtype: that the model computes in.
+
+    Raises:
+        ValueError: naming the setting to change.
+    """
+    check_float8(device, "base_dtype")
     if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float64):  # fp64 is for oomb verify
         raise ValueError(
             "On a GPU, products in 8 bits come out in bfloat16.\n"
