@@ -144,6 +144,8 @@ def test_nothing_stays_behind_and_other_calls_are_plain() -> None:
         model(**layout.batch).loss.backward()
         copies = attachment_of(model).float8_base
         assert copies is not None and copies.num_layers == 21
+        numbers = sum(layer.weight.numel() for layer in copies.layers)
+        assert 2 * numbers < copies.num_bytes < 2.3 * numbers
         assert forwards(model) == []
         with torch.no_grad():
             assert_same_bits(model(ids).logits, before)

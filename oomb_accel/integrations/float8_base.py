@@ -202,6 +202,16 @@ class Float8Base:
         """Linear layers that run in 8 bits."""
         return len(self._copies)
 
+    def tensors(self) -> list[Tensor]:
+        """The copies and their scales."""
+        weights = (weight for _, weight in self._copies.values())
+        return [part for w in weights for part in (w.weight_OI, w.scales_O1, w.weight_IO, w.scales_I1)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of them."""
+        return sum(part.numel() * part.element_size() for part in self.tensors())
+
     @property
     def widths(self) -> set[int]:
         """Of inputs and outputs of all linear layers."""
