@@ -101,7 +101,7 @@ def base_input_gradient(dy_TO: Tensor, weight_OI: Tensor | None, float8: Float8W
 
 
 class Float8Forward:
-    """The forward of a frozen linear layer inside of passes; the layer's own wherever it is not frozen any more."""
+    """The forward of a frozen linear layer inside of passes."""
 
     def __init__(self, layer: nn.Linear, weight: Float8Weight) -> None:
         self._layer = layer
