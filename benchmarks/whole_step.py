@@ -17,7 +17,7 @@ from peft import PeftModel
 from torch import Tensor
 
 import oomb_accel
-from benchmarks.floor import floor_seconds
+from benchmarks.floor import floor_seconds, selected_tokens
 from benchmarks.models import SHAPES, lora_model, use_liger
 from benchmarks.registry import GIB, Row, benchmark
 from oomb_accel import OombConfig
@@ -52,7 +52,8 @@ def whole_step(
         ids = torch.randint(0, vocab, (1, tokens), device=device, generator=torch.Generator(device).manual_seed(tokens))
         for side in sides:
             row = Row("whole_step", side, tokens, note="" if liger else "without liger")
-            row.floor_seconds = floor_seconds(SHAPES[shape], tokens, chunk_tokens, side, _selected_tokens(side))
+            selected = selected_tokens(OombConfig(**SIDES[side]))
+            row.floor_seconds = floor_seconds(SHAPES[shape], tokens, chunk_tokens, side, selected)
             row.details = {"shape": shape, "chunk_tokens": chunk_tokens, "timed_steps": timed}
             undo = _switch_on(model, side, chunk_tokens)
             try:
@@ -66,14 +67,6 @@ def whole_step(
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
             yield row
-
-
-def _selected_tokens(side: str) -> int | None:
-    """Earlier tokens that a token of a sparse side attends to beyond its own chunk."""
-    if "sparse" not in side:
-        return None
-    config = OombConfig(**SIDES[side])
-    return (config.top_k + config.sink_pages + config.recent_pages) * config.page_tokens
 
 
 def _switch_on(model: PeftModel, side: str, chunk_tokens: int) -> Callable[[], None]:
