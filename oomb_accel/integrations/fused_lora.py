@@ -55,14 +55,13 @@ def fused_lora(layers: Iterable[Any], siblings: Iterable[Sequence[Any]] = ()) ->
     """
     if lora.Linear.forward is not _PEFT_FORWARD:  # somebody has another idea of it
         layers = ()
-    fused = {layer for layer in layers if type(layer) is lora.Linear and "forward" not in vars(layer)}
-    calls = _Calls({layer: [one for one in group if one in fused] for group in siblings for layer in group})
+    fused = [layer for layer in layers if type(layer) is lora.Linear and "forward" not in vars(layer)]
+    calls = _Calls({layer: group for group in siblings for layer in group})
     for layer in fused:
         layer.forward = partial(calls.forward, layer)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        calls.shared = None
         for layer in fused:
             del layer.forward
 
@@ -98,9 +97,9 @@ class _Calls:
         siblings: by layer, its group, with itself.
     """
 
-    def __init__(self, siblings: dict[Any, list[Any]]) -> None:
+    def __init__(self, siblings: dict[Any, Sequence[Any]]) -> None:
         self._siblings = siblings
-        self.shared: _Shared | None = None
+        self._shared: _Shared | None = None
 
     def forward(self, layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs:
@@ -110,7 +109,7 @@ class _Calls:
         dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
         # Tensors of inference mode do not tell of changes in place: there each call stands alone.
         state = None if x.is_inference() else (x._version, dtype, autocast, torch.is_grad_enabled())
-        shared = self.shared
+        shared = self._shared
         if shared is not None and layer in shared.waiting and shared.source is x and shared.state == state:
             return self._next(layer, shared)
         parts = _parts(layer, None if autocast else dtype)
@@ -124,14 +123,14 @@ class _Calls:
         all_a = [parts.a_RI, *(its.a_RI for its in others.values())]
         out, passed_on, *xas = _FusedLinear.apply(x, *parts[:-1], dtype, *all_a)
         waiting = {sibling: (its, xa) for (sibling, its), xa in zip(others.items(), xas, strict=True)}
-        self.shared = _Shared(x, state, passed_on, waiting) if waiting else None
+        self._shared = _Shared(x, state, passed_on, waiting) if waiting else None
         return out
 
     def _next(self, layer: Any, shared: _Shared) -> Tensor:
         parts, xa = shared.waiting.pop(layer)
         out, shared.x = _NextFusedLinear.apply(shared.x, xa, *parts[:-1])
         if not shared.waiting:
-            self.shared = None
+            self._shared = None
         return out
 
 
@@ -231,7 +230,7 @@ class _FusedLinear(torch.autograd.Function):
             if any(need_as[place] for place in dxas):
                 da_SI = dxa_TS.t() @ x.reshape(-1, x.shape[-1])
                 for place, da_RI in zip(dxas, da_SI.split([ctx.ranks[place] for place in dxas]), strict=True):
-                    das[place] = da_RI if need_as[place] else None
+                    das[place] = da_RI
         return dx, None, None, db_OR, None, None, *das
 
 

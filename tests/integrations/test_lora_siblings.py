@@ -68,7 +68,7 @@ def check_equal(found: list[Tensor | None], wanted: list[Tensor | None]) -> None
 
 @given(
     calls=st.lists(st.tuples(st.sampled_from(NAMES), st.booleans(), st.booleans()), min_size=1, max_size=6),
-    trained=st.sets(st.sampled_from(["x", "lora_A", "lora_B", "k_proj.lora_A"]), min_size=1),
+    trained=st.sets(st.sampled_from(["x", "lora_A", "lora_B", "q_proj.lora_A", "k_proj.lora_A"]), min_size=1),
     shape=st.sampled_from([(WIDTH,), (5, WIDTH), (2, 3, WIDTH), (0, WIDTH)]),
     transposed=st.booleans(),
 )
@@ -85,9 +85,9 @@ def test_any_calls(
         torch.manual_seed(1)
         x, outs, shares = leaf.permute(*reversed(range(leaf.dim()))) if transposed else leaf, [], []
         for name, other_input, is_used in calls:
-            x = x.clone() if other_input else x
+            x = x * 2 if other_input else x
             out = getattr(attention_of(model), name)(x)
-            outs.append(out.detach())
+            outs += [out.detach(), torch.tensor(out.requires_grad)]
             shares += [(out * torch.randn_like(out)).sum()] * is_used
         loss = sum(shares, torch.zeros(()))
         wanted = [p for p in (leaf, *model.parameters()) if p.requires_grad]
@@ -135,21 +135,23 @@ class Watch(TorchDispatchMode):
 
 
 def watched(model: Any, layers: AbstractContextManager[None], x: Tensor) -> Watch:
-    wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
+    wanted = [p for p in (x, *model.parameters()) if p.requires_grad]
     with layers, Watch() as watch:
         torch.autograd.grad(model(x).sum(), wanted)
     return watch
 
 
-def test_the_input_is_read_once_and_gradients_are_not_summed() -> None:
-    model, x = adapted(), torch.randn(200, WIDTH, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("x_needs_grad", [True, False])
+def test_the_input_is_read_once_and_gradients_are_not_summed(x_needs_grad: bool) -> None:
+    model, x = adapted(), torch.randn(200, WIDTH, dtype=torch.float64, requires_grad=x_needs_grad)
     alone, shared = (watched(model, layers, x) for layers in (fused_lora(lora_layers(model)), fused(model)))
     num_products, num_sums = (
         [sum(name in kinds for name in watch.names) for watch in (alone, shared)]
         for kinds in (("mm", "addmm", "addmm_"), ("add", "add_"))
     )
-    assert num_products[1] == num_products[0] - 6  # two of each: x A^T, dx += dy A, dA
-    assert num_sums == [2, 0]  # dx of q, k and v
+    # Of x A^T and dA one instead of three, of dx += dy A where it is wanted; and no sums of three dx.
+    assert num_products[1] == num_products[0] - (6 if x_needs_grad else 4)
+    assert num_sums == [2 if x_needs_grad else 0, 0]
     assert shared.peak_bytes <= alone.peak_bytes
 
 
@@ -208,12 +210,14 @@ def test_what_changes_between_calls(change: str) -> None:
     model = adapted(torch.float32)
     mode, changed = CHANGES[change]
 
-    def outcome() -> tuple[Tensor, Tensor]:
+    def outcome() -> tuple[Tensor, ...]:
         with mode():
             x = torch.ones(5, WIDTH)
             q = attention_of(model).q_proj(x)
             with changed(x):
-                return q, attention_of(model).k_proj(x)
+                k = attention_of(model).k_proj(x)
+        a = attention_of(model).k_proj.lora_A["default"].weight
+        return q, k, *(torch.autograd.grad(k.sum(), a) if k.requires_grad else ())
 
     wanted = outcome()
     with fused(model):
@@ -281,17 +285,30 @@ def test_a_sibling_that_is_left_to_peft(change: Callable[[Any], None]) -> None:
     check_equal(found, wanted)
 
 
-def test_nothing_is_kept_for_layers_that_do_not_come() -> None:
+@pytest.mark.parametrize("calls", [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("q_proj", "other")])
+def test_an_input_is_not_kept(calls: tuple[str, ...]) -> None:
+    """Once all of its layers have come, or a layer with another input."""
     model = adapted()
     with fused(model):
-        for x in (torch.randn(5, WIDTH, dtype=torch.float64) for _ in range(2)):
-            attention_of(model).q_proj(x)
-            seen = weakref.ref(x)
-            attention_of(model).o_proj(torch.randn(5, WIDTH, dtype=torch.float64))
-            del x
-            assert seen() is None
         x = torch.randn(5, WIDTH, dtype=torch.float64)
+        for name in calls:
+            if name == "other":
+                attention_of(model).o_proj(torch.randn(5, WIDTH, dtype=torch.float64))
+            else:
+                getattr(attention_of(model), name)(x)
         seen = weakref.ref(x)
-        attention_of(model).q_proj(x)
         del x
-    assert seen() is None
+        assert seen() is None
+
+
+def test_siblings_of_another_width() -> None:
+    """As in attention to another sequence."""
+    model = adapted()
+    narrow = nn.ModuleDict({"k_proj": nn.Linear(16, 8, dtype=torch.float64)})
+    narrow_model: Any = get_peft_model(narrow, LoraConfig(r=4, target_modules=["k_proj"]))
+    attention_of(model).k_proj = attention_of(narrow_model)["k_proj"]
+    x, other = (torch.randn(5, width, dtype=torch.float64) for width in (WIDTH, 16))
+    with fused(model):
+        attention_of(model).q_proj(x)
+        assert attention_of(model).k_proj(other).shape == (5, 8)
+        assert num_shared(attention_of(model).v_proj(x)) == 0
