@@ -120,10 +120,13 @@ class _Calls:
             its = _parts(sibling, None if autocast else dtype) if sibling is not layer else None
             if its is not None and its.a_RI.shape[1] == x.shape[-1] and its.a_RI.device == x.device:
                 others[sibling] = its
-        all_a = [parts.a_RI, *(its.a_RI for its in others.values())]
-        out, passed_on, *xas = _FusedLinear.apply(x, *parts[:-1], dtype, *all_a)
-        waiting = {sibling: (its, xa) for (sibling, its), xa in zip(others.items(), xas, strict=True)}
-        self._shared = _Shared(x, state, passed_on, waiting) if waiting else None
+        other_a = (its.a_RI for its in others.values())
+        out, *left = _FusedLinear.apply(x, *parts[:-1], dtype, parts.a_RI, *other_a)
+        self._shared = None
+        if others:
+            passed_on, *xas = left
+            waiting = {sibling: (its, xa) for (sibling, its), xa in zip(others.items(), xas, strict=True)}
+            self._shared = _Shared(x, state, passed_on, waiting)
         return out
 
     def _next(self, layer: Any, shared: _Shared) -> Tensor:
@@ -193,26 +196,28 @@ class _FusedLinear(torch.autograd.Function):
             all_a: A of this layer, then those of the others.
 
         Returns:
-            The output; x for the next layer; ``x A^T`` of the others.
+            The output; where there are others x for the next layer, and ``x A^T`` of each.
         """
         x, weight_OI, b_OR = x.to(dtype), weight_OI.to(dtype), b_OR.to(dtype)
         a_SI = (torch.cat(all_a) if len(all_a) > 1 else all_a[0]).to(dtype)
         ranks = [len(a_RI) for a_RI in all_a]
-        xa, *other_xas = (x.reshape(-1, x.shape[-1]) @ a_SI.t()).split(ranks, dim=1)
-        out = _output(x, xa, weight_OI, bias_O, b_OR, scale)
+        rows = x.reshape(-1, x.shape[-1])
+        xa, *other_xas = _split(rows @ a_SI.t(), ranks, dim=1)
+        out = _output(x, rows, xa, weight_OI, bias_O, b_OR, scale)
+        outputs = (out, x, *other_xas) if other_xas else (out,)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, xa, weight_OI, b_OR, a_SI)
         ctx.scale, ctx.ranks = scale, ranks
-        need_x, _, _, need_b, _, _, need_a, *need_others = ctx.needs_input_grad
-        wanted = [need_x or need_a or need_b, need_x, *(need_x or need for need in need_others)]
-        outputs = (out, x, *other_xas)
-        ctx.mark_non_differentiable(*(one for one, wants in zip(outputs, wanted, strict=True) if not wants))
+        need_x, _, _, need_b, _, _, *need_as = ctx.needs_input_grad
+        if not need_x:
+            depends = (need_as[0] or need_b, False, *need_as[1:])
+            ctx.mark_non_differentiable(*(one for one, does in zip(outputs, depends, strict=False) if not does))
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, dout: Tensor | None, dx: Tensor | None, *other_dxas: Tensor | None
+        ctx: Any, dout: Tensor | None, dx: Tensor | None = None, *other_dxas: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         x, xa, weight_OI, b_OR, a_SI = ctx.saved_tensors
         need_x, _, _, need_b, _, _, *need_as = ctx.needs_input_grad
@@ -220,16 +225,18 @@ class _FusedLinear(torch.autograd.Function):
         dx, dxa, db_OR = _gradients(dout, dx, xa, weight_OI, b_OR, ctx.scale, needed, x.shape)
         das: list[Tensor | None] = [None] * len(ctx.ranks)
         # Those that had a part in the result; the A of a layer that had none has no gradient.
-        dxas = {place: one for place, one in enumerate((dxa, *other_dxas)) if one is not None}
-        if dxas:
-            whole = len(dxas) == len(ctx.ranks)
-            dxa_TS = torch.cat(list(dxas.values()), dim=1) if len(dxas) > 1 else next(iter(dxas.values()))
+        parts = {place: one for place, one in enumerate((dxa, *other_dxas)) if one is not None}
+        if parts:
+            dxa_TS = torch.cat(list(parts.values()), dim=1) if len(parts) > 1 else next(iter(parts.values()))
             if dx is not None:
-                all_a = a_SI.split(ctx.ranks)
-                dx.view(-1, dx.shape[-1]).addmm_(dxa_TS, a_SI if whole else torch.cat([all_a[place] for place in dxas]))
-            if any(need_as[place] for place in dxas):
+                if len(parts) < len(ctx.ranks):
+                    all_a = a_SI.split(ctx.ranks)
+                    a_SI = torch.cat([all_a[place] for place in parts])
+                dx.view(-1, dx.shape[-1]).addmm_(dxa_TS, a_SI)
+            if any(need_as):
                 da_SI = dxa_TS.t() @ x.reshape(-1, x.shape[-1])
-                for place, da_RI in zip(dxas, da_SI.split([ctx.ranks[place] for place in dxas]), strict=True):
+                ranks = [ctx.ranks[place] for place in parts]
+                for place, da_RI in zip(parts, _split(da_SI, ranks, dim=0), strict=True):
                     das[place] = da_RI
         return dx, None, None, db_OR, None, None, *das
 
@@ -243,7 +250,7 @@ class _NextFusedLinear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Returns the output; x for the next layer."""
         weight_OI, b_OR = weight_OI.to(x.dtype), b_OR.to(x.dtype)
-        out = _output(x, xa, weight_OI, bias_O, b_OR, scale)
+        out = _output(x, x.reshape(-1, x.shape[-1]), xa, weight_OI, bias_O, b_OR, scale)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(xa, weight_OI, b_OR)
         ctx.scale, ctx.shape = scale, x.shape
@@ -261,9 +268,10 @@ class _NextFusedLinear(torch.autograd.Function):
         return dx, dxa, None, None, db_OR, None
 
 
-def _output(x: Tensor, xa: Tensor, weight_OI: Tensor, bias_O: Tensor | None, b_OR: Tensor, scale: float) -> Tensor:
-    """``x W^T + bias + scale xa B^T``."""
-    rows = x.reshape(-1, x.shape[-1])
+def _output(
+    x: Tensor, rows: Tensor, xa: Tensor, weight_OI: Tensor, bias_O: Tensor | None, b_OR: Tensor, scale: float
+) -> Tensor:
+    """``x W^T + bias + scale xa B^T``; ``rows`` is x as a matrix."""
     out = x.new_empty(*x.shape[:-1], len(weight_OI))  # no view, which nobody could change in place
     flat = out.view(-1, len(weight_OI))
     if bias_O is None:
@@ -307,3 +315,7 @@ def _gradients(
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """``scale left right``, scaled by the product itself."""
     return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)  # what is there is not read
+
+
+def _split(matrix: Tensor, sizes: list[int], *, dim: int) -> Sequence[Tensor]:
+    return matrix.split(sizes, dim=dim) if len(sizes) > 1 else (matrix,)
