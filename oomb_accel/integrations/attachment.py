@@ -18,6 +18,7 @@ from oomb_accel.config import OombConfig
 from oomb_accel.gradients import Deliveries
 from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.agreement import ranks_on_host
+from oomb_accel.integrations.fused_lora import lora_siblings
 from oomb_accel.integrations.rope import DocumentRope
 from oomb_accel.integrations.support import ModelFacts, checkpointed_modules, sparse_layers
 from oomb_accel.keep import ActivationMeter
@@ -92,6 +93,8 @@ class Attachment:
     adapter_layers: tuple[BaseTunerLayer, ...] = field(init=False)
     lora_layers: tuple[BaseTunerLayer, ...] = field(init=False)
     """Plain LoRA layers, whose input cast is redundant under autocast."""
+    lora_siblings: tuple[tuple[BaseTunerLayer, ...], ...] = field(init=False)
+    """Groups of layers that read the same input."""
 
     def __post_init__(self) -> None:
         self.sparse_layers = sparse_layers(self.facts, self.config)
@@ -109,6 +112,7 @@ class Attachment:
         # A layer that a wrapper runs again in the backward must run there as it did in the pass.
         wrapped = any(type(module).__name__ == "CheckpointWrapper" for module in self.modules)
         self.lora_layers = () if wrapped else tuple(m for m in self.adapter_layers if _is_plain_lora(m))
+        self.lora_siblings = lora_siblings(self.modules)
 
     def settings(
         self,

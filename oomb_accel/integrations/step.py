@@ -259,7 +259,7 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
             torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False),
             _without_input_casts(lora_layers if enabled else ()),
             released(),
-            fused_lora(lora_layers),
+            fused_lora(lora_layers, state.lora_siblings),
         ):
             yield
 
