@@ -29,8 +29,11 @@ SIDES: dict[str, dict[str, Any]] = {
     "oomb-bf16-grads": dict(keep_outputs="auto", page_grad_dtype="bfloat16"),
     "oomb-bf16-grads-no-kept": dict(keep_outputs=False, page_grad_dtype="bfloat16"),
     **{
-        f"oomb-sparse-{top_k}{suffix}": dict(attention="sparse", top_k=top_k, page_grad_dtype="bfloat16", **settings)
+        f"oomb-sparse-{top_k}{base}{suffix}": dict(
+            attention="sparse", top_k=top_k, page_grad_dtype="bfloat16", base_dtype=base[1:] or "model", **settings
+        )
         for top_k in (16, 32, 64)
+        for base in ("", "-float8")
         for suffix, settings in (("", dict(keep_outputs="auto")), ("-no-kept", dict(keep_outputs=False)))
     },
     "peer": {},

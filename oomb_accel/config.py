@@ -102,6 +102,11 @@ class OombConfig(_Given):
     """Storage of page gradients. Sums are always made in fp32; bfloat16 is rounded stochastically. ``"auto"`` is chosen
     together with the chunk: float32 where all pages then stay on the device, else bfloat16."""
 
+    base_dtype: Literal["model", "float8"] = "model"
+    """What the decoder's frozen linear layers multiply in. ``"float8"`` makes their products from 8-bit floats (e4m3)
+    with a scale for each row, which is faster and changes loss and gradients a little, see docs/numerics.md. Two copies
+    of these weights take what they take in bf16 once more. Needs adapters, Ada, Hopper or later, and no ZeRO 3."""
+
     offload: bool | Auto = "auto"
     """Keep pages that the device has no room for in host memory. ``"auto"`` does so where they do not fit; False lets
     such a step fail; True keeps no more on the device than chunks need at once, whether or not more would fit."""

@@ -142,7 +142,8 @@ def test_the_cost_of_storage(
 ) -> None:
     report = tmp_path / "report.json"
     sizes = ["--tokens", "300", "--chunk-tokens", "64", "--page-tokens", "16", "--device", "cpu"]
-    options = [*sizes, *attention, "--page-dtype", "float8", "--page_grad_dtype", "bfloat16", "--json", str(report)]
+    stored = ["--page-dtype", "float8", "--page_grad_dtype", "bfloat16"]
+    options = [*sizes, *attention, *stored, "--json", str(report)]
     assert main(["verify", str(folder), *options]) == 0
     printed = capsys.readouterr().out
     assert "page_dtype=float8, page_grad_dtype=bfloat16" in printed and "PASSED" in printed
@@ -150,6 +151,17 @@ def test_the_cost_of_storage(
     whole = storage["loss"][-1]
     assert whole["exact"] != whole["stored"] and abs(whole["difference"]) < 0.01
     assert 0.99 < storage["gradient"]["cosine"] < 1 and 1e-4 < storage["gradient"]["relative_error"] < 0.1
+
+
+def test_the_cost_of_base_weights_in_8_bits(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*QUICK, "--base-dtype", "float8", "--json", str(tmp_path / "report.json")]
+    assert main(["verify", str(folder), *options]) == 2
+    assert "Add --lora" in capsys.readouterr().err
+    assert main(["verify", str(folder), *options, "--lora"]) == 0
+    assert "base_dtype=float8" in capsys.readouterr().out
+    storage = json.loads((tmp_path / "report.json").read_text())["storage"]
+    assert storage["base_dtype"] == "float8" and 1e-6 < abs(storage["loss"][-1]["difference"]) < 0.05
+    assert 0.9 < storage["gradient"]["cosine"] < 0.9999
 
 
 def test_exact_storage_is_not_measured(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Attention, page and loss operations on plain tensors: library kernels and Triton on CUDA, plain torch
+"""Attention, page, loss and 8-bit matrix operations on plain tensors: library kernels and Triton on CUDA, plain torch
 elsewhere. And copies of page records between host and device memory.
 
 Nothing here knows models, layers or chunks, and no function records an autograd graph: callers own the
@@ -23,6 +23,7 @@ from oomb_kernels.page_lists import PageLists
 from oomb_kernels.page_select import page_centroids, page_mass, pool_queries, top_pages
 from oomb_kernels.page_store import load_pages, store_pages
 from oomb_kernels.record_copy import CopyMethod, available_copy_methods, best_copy_method, copy_records
+from oomb_kernels.row_float8 import float8_product, has_float8_product, quantize_rows
 from oomb_kernels.token_loss import token_log_probs, token_log_probs_backward_
 
 __all__ = [
@@ -42,6 +43,8 @@ __all__ = [
     "dense_attention_backward",
     "dense_attention_forward",
     "deterministic_algorithms",
+    "float8_product",
+    "has_float8_product",
     "load_pages",
     "merge_attention_",
     "page_attention_backward",
@@ -50,6 +53,7 @@ __all__ = [
     "page_mass",
     "pool_queries",
     "quantize_pages",
+    "quantize_rows",
     "store_pages",
     "token_log_probs",
     "token_log_probs_backward_",

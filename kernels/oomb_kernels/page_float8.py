@@ -20,15 +20,19 @@ _TILE_ELEMENTS = 4096
 
 def quantize_pages(x_GNPD: Tensor) -> tuple[Tensor, Tensor]:
     """By definition, in plain torch: numbers of pages in e4m3 ``[G, n, P, D]``, and their scales, fp32 ``[G, n]``."""
-    top_GN = x_GNPD.abs().amax((2, 3)).float()
-    mantissa_GN, exponent_GN = torch.frexp(top_GN)  # 448 is 0.875 * 2^9
-    exponent_GN = (exponent_GN - 9 + (mantissa_GN > 0.875)).clamp(min=-126) + 127
-    scales_GN = torch.where(top_GN > 0, (exponent_GN.int() << 23).view(torch.float32), 1.0)
-    finite_GN11 = top_GN.isfinite()[..., None, None]
-    wide = torch.promote_types(x_GNPD.dtype, torch.float32)
-    scaled_GNPD = x_GNPD.to(wide) / scales_GN[..., None, None].to(wide)
-    codes_GNPD = torch.where(finite_GN11, scaled_GNPD, 0.0).to(FLOAT8)
-    return codes_GNPD, torch.where(top_GN.isfinite(), scales_GN, torch.nan)
+    codes_GNPD, scales_GN11 = quantize(x_GNPD, (2, 3))
+    return codes_GNPD, scales_GN11[..., 0, 0]
+
+
+def quantize(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Numbers in e4m3, and scales, fp32, with one entry along these dimensions."""
+    top = x.abs().amax(dims, keepdim=True).float()
+    mantissa, exponent = torch.frexp(top)  # 448 is 0.875 * 2^9
+    exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=-126) + 127
+    scales = torch.where(top > 0, (exponent.int() << 23).view(torch.float32), 1.0)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    codes = torch.where(top.isfinite(), x.to(wide) / scales.to(wide), 0.0).to(FLOAT8)
+    return codes, torch.where(top.isfinite(), scales, torch.nan)
 
 
 def records_reference(pool: Tensor, slots: Tensor, scales_2: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -46,7 +50,18 @@ def records_reference(pool: Tensor, slots: Tensor, scales_2: Tensor | None, dtyp
 
 
 @triton.jit
-def _encode(x):  # type: ignore[no-untyped-def]
+def scale_of(top):  # type: ignore[no-untyped-def]
+    """From the largest magnitude, as bits of an fp32: the scale, NaN where it is not finite, and one over the scale."""
+    finite = top < 0x7F800000
+    top = tl.minimum(top, 0x7F7FFFFF)
+    exponent = tl.maximum(((top + 0x1FFFFF) >> 23) - 8, 1)  # carries where the mantissa is beyond that of 448
+    exponent = tl.where(top == 0, 127, exponent)
+    scale = tl.where(finite, exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+    return scale, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode(x):  # type: ignore[no-untyped-def]
     """fp32 of at most 448 to the 8 bits of e4m3, to nearest even: the same bits on every device."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -84,18 +99,14 @@ def _quantize_pages_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(tokens + (start + row[:, None]) * stride_t + col[None, :], mask=valid, other=0.0).to(tl.float32)
         top = tl.maximum(top, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     top = tl.max(tl.max(top, 1), 0)
+    scale, inverse = scale_of(top)
     finite = top < 0x7F800000
-    top = tl.minimum(top, 0x7F7FFFFF)
-    exponent = tl.maximum(((top + 0x1FFFFF) >> 23) - 8, 1)  # carries where the mantissa is beyond that of 448
-    exponent = tl.where(top == 0, 127, exponent)
-    scale = tl.where(finite, exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     tl.store(scales + group * scales_stride_g + page * scales_stride_n + part, scale)
 
     for start in range(0, P, BLOCK_P):
         valid = (start + row[:, None] < P) & (col[None, :] < D)
         x = tl.load(tokens + (start + row[:, None]) * stride_t + col[None, :], mask=valid, other=0.0).to(tl.float32)
-        code = _encode(tl.where(finite, x * inverse, 0.0))
+        code = encode(tl.where(finite, x * inverse, 0.0))
         tl.store(record + (start + row[:, None]) * D + col[None, :], code, mask=valid)
 
 
@@ -116,8 +127,11 @@ def launch_quantize_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: 
         )  # fmt: skip
 
 
-def check_float8(device: torch.device) -> None:
-    """Refuse a device that cannot read pages in e4m3.
+def check_float8(device: torch.device, setting: str = "page_dtype") -> None:
+    """Refuse a device that cannot read numbers in e4m3.
+
+    Args:
+        setting: that asks for them.
 
     Raises:
         ValueError: a GPU older than Ada and Hopper.
@@ -127,8 +141,8 @@ def check_float8(device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         raise ValueError(
-            "This GPU has no 8-bit floats, in which pages were to be stored.\n"
+            f"This GPU has no 8-bit floats, which {setting}='float8' asks for.\n"
             f"  {torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, "
             f"needed is {_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]}.\n"
-            "  Set page_dtype='model'."
+            f"  Set {setting}='model'."
         )

@@ -129,7 +129,7 @@ def _check_typed(options: argparse.Namespace, typed: set[str]) -> None:
 def _defaults(config: OombConfig) -> dict[str, Any]:
     """Settings as the defaults of the options of the same names."""
     words = {value: word for word, value in _SWITCH.items()}
-    same = ("attention", "top_k", "page_budget", "page_tokens", "page_dtype", "page_grad_dtype")
+    same = ("attention", "top_k", "page_budget", "page_tokens", "page_dtype", "page_grad_dtype", "base_dtype")
     return {name: getattr(config, name) for name in same} | {
         "chunk_tokens": str(config.chunk_tokens),
         "keep_outputs": words[config.keep_outputs],
@@ -180,6 +180,7 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
         "chunk_tokens": chunk_tokens,
         "page_tokens": options.page_tokens,
         "page_dtype": options.page_dtype,
+        "base_dtype": options.base_dtype,
         "page_grad_dtype": "float32" if options.page_grad_dtype == "auto" else options.page_grad_dtype,
         "keep_outputs": _SWITCH[options.keep_outputs],
         "offload": _SWITCH[options.offload],
@@ -265,6 +266,7 @@ def _parser() -> Parser:
     settings.add_argument("--page_tokens", type=int)
     settings.add_argument("--page_dtype", choices=["model", "float8"])
     settings.add_argument("--page_grad_dtype", choices=["float32", "bfloat16", "auto"])
+    settings.add_argument("--base_dtype", choices=["model", "float8"])
     settings.add_argument("--keep_outputs", choices=list(_SWITCH))
     settings.add_argument("--offload", choices=list(_SWITCH))
     settings.add_argument(

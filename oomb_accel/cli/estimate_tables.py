@@ -64,7 +64,8 @@ def _head(job: Job) -> list[str]:
     return [
         f"{model.name}: {model.num_parameters / 1e9:,.2f}B parameters, {trained} ({job.trainable / 1e6:,.1f}M trained)",
         f"{job.tokens:,} tokens, {attention}, chunks of {job.chunk_tokens:,}; "
-        f"pages {job.pages.value_dtype}, their gradients {job.page_grad_dtype}",
+        f"pages {job.pages.value_dtype}, their gradients {job.page_grad_dtype}"
+        f"{', base weights in float8' if job.base_dtype == 'float8' else ''}",
         f"{job.num_gpus} x {job.gpu.name}{zero}, {job.host_bytes / GIB:,.0f} GiB of host memory",
     ]
 

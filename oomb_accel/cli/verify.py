@@ -122,7 +122,7 @@ def _parser() -> Parser:
     )
     for name, values in verify_storage.OPTIONS.items():
         dashed = "--" + name.replace("_", "-")
-        text = "also measure what storing pages so costs in loss and gradient; default %(default)s"
+        text = "also measure what storage so costs in loss and gradient; default %(default)s"
         parser.add_argument(dashed, f"--{name}", choices=values, default=values[0], help=text)
     parser.add_argument("--lora", action="store_true", help="train LoRA on all linears instead of every parameter")
     parser.add_argument("--device", help="default: the GPU when there is one")
@@ -140,6 +140,11 @@ def _config(options: argparse.Namespace) -> OombConfig:
     Raises:
         ValueError: settings that contradict each other, or have no meaning.
     """
+    if options.base_dtype == "float8" and not options.lora:
+        raise ValueError(
+            "Weights that are trained are not stored in 8 bits.\n"
+            "  Got --base-dtype float8 without --lora.\n  Add --lora, which freezes them."
+        )
     return OombConfig(
         attention=options.attention,
         chunk_tokens=options.chunk_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,9 +18,16 @@ from oomb_accel.config import OombConfig
 from oomb_accel.gradients import Deliveries
 from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.agreement import ranks_on_host
+from oomb_accel.integrations.float8_base import Float8Base
 from oomb_accel.integrations.fused_lora import lora_siblings
 from oomb_accel.integrations.rope import DocumentRope
-from oomb_accel.integrations.support import ModelFacts, checkpointed_modules, sparse_layers
+from oomb_accel.integrations.support import (
+    ModelFacts,
+    checkpointed_modules,
+    decoder_layers,
+    linear_layers,
+    sparse_layers,
+)
 from oomb_accel.keep import ActivationMeter
 from oomb_accel.offload import Offload
 from oomb_accel.pages import PageShape, PassNeeds
@@ -95,6 +102,10 @@ class Attachment:
     """Plain LoRA layers, whose input cast is redundant under autocast."""
     lora_siblings: tuple[tuple[BaseTunerLayer, ...], ...] = field(init=False)
     """Groups of layers that read the same input."""
+    wrapped: bool = field(init=False)
+    """Whether a wrapper runs layers again in the backward, outside of passes."""
+    float8_base: Float8Base | None = field(init=False)
+    """Frozen weights in 8 bits, where that is asked for."""
 
     def __post_init__(self) -> None:
         self.sparse_layers = sparse_layers(self.facts, self.config)
@@ -110,9 +121,12 @@ class Attachment:
         self.configs = tuple({id(config): config for config in (self.base.config.get_text_config(), *layers)}.values())
         self.adapter_layers = tuple(m for m in self.modules if isinstance(m, BaseTunerLayer))
         # A layer that a wrapper runs again in the backward must run there as it did in the pass.
-        wrapped = any(type(module).__name__ == "CheckpointWrapper" for module in self.modules)
-        self.lora_layers = () if wrapped else tuple(m for m in self.adapter_layers if _is_plain_lora(m))
+        self.wrapped = any(type(module).__name__ == "CheckpointWrapper" for module in self.modules)
+        self.lora_layers = () if self.wrapped else tuple(m for m in self.adapter_layers if _is_plain_lora(m))
         self.lora_siblings = lora_siblings(self.modules)
+        self.float8_base = None
+        if self.config.base_dtype == "float8":
+            self.float8_base = Float8Base(m for layer in decoder_layers(self.base) for m in linear_layers(layer))
 
     def settings(
         self,
@@ -304,19 +318,10 @@ def _identity(parameter: Any) -> tuple[int, ...]:
 def _activation_estimate(base: PreTrainedModel) -> float:
     """Bytes of activations per token, from the widths of all linear layers of the blocks: each keeps its input, and
     what works on its output keeps that. What was measured for a 7B; taken until a step has measured its own."""
-    adapters = {id(m) for layer in base.modules() if isinstance(layer, BaseTunerLayer) for m in _adapter_modules(layer)}
-    linear = [m for m in base.modules() if isinstance(m, nn.Linear) and id(m) not in adapters]
-    widths = sum(m.in_features + m.out_features for m in linear)
+    widths = sum(m.in_features + m.out_features for m in linear_layers(base))
     head = base.get_output_embeddings()
     in_head = head.in_features + head.out_features if isinstance(head, nn.Linear) else 0
     return float((widths - in_head) * base.dtype.itemsize)
-
-
-def _adapter_modules(layer: BaseTunerLayer) -> Iterator[nn.Module]:
-    for name in layer.adapter_layer_names:
-        value = getattr(layer, name, None)
-        if isinstance(value, nn.Module):
-            yield from value.modules()
 
 
 def _is_plain_lora(module: BaseTunerLayer) -> bool:

@@ -7,9 +7,11 @@ import os
 import sys
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from oomb_accel.integrations.agreement import is_partitioned, num_ranks
 from oomb_accel.integrations.attachment import Attachment, attachment_of
+from oomb_accel.integrations.float8_base import Float8Base
 from oomb_accel.integrations.rope import describe_rope
 from oomb_accel.integrations.support import compute_dtype, whole_numel
 from oomb_accel.progress import GIB
@@ -47,6 +49,7 @@ def describe(state: Attachment) -> str:
         f"attention outputs kept: {config.keep_outputs}",
         f"  attention  {config.attention}: {_backends(state)}",
         *([f"  selection  {_selection(state)}"] if state.sparse_layers else []),
+        *([f"  base       {_float8_base(state.float8_base, state.base)}"] if state.float8_base is not None else []),
         f"  RoPE       {describe_rope(state.base.config.get_text_config())}",
     ]
     if windows:
@@ -86,6 +89,14 @@ def _gradients(state: Attachment) -> list[str]:
         f"gathering  {gathered / GIB:.2f} GiB of parameters three times per chunk of {state.chunk_tokens:,} "
         "tokens, overlapped by DeepSpeed's prefetch; larger chunks gather less often, ZeRO 2 never",
     ]
+
+
+def _float8_base(float8: Float8Base, base: PreTrainedModel) -> str:
+    """How many layers run in 8 bits, and what that takes."""
+    able = float8.able_layers()
+    copies = 2 * sum(layer.weight.numel() for layer in able) / GIB
+    simulated = "" if next(base.parameters()).is_cuda else "; simulated, which is slow"
+    return f"{len(able)} of {len(float8.layers)} linear layers in float8, {copies:.2f} GiB of copies{simulated}"
 
 
 def _selection(state: Attachment) -> str:

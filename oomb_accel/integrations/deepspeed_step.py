@@ -19,6 +19,7 @@ from oomb_accel.integrations.agreement import agree_on_passes, num_ranks, refusi
 from oomb_accel.integrations.attachment import Attachment, attachment_of
 from oomb_accel.integrations.auto import choose_settings
 from oomb_accel.integrations.engine import check_setup
+from oomb_accel.integrations.float8_checks import prepare_float8_base
 from oomb_accel.integrations.step import build_recurrence, checked_stream, stream_embeds
 from oomb_accel.integrations.stream import Stream
 from oomb_accel.integrations.transformers import announce
@@ -71,6 +72,7 @@ def step(engine: Any, batches: Mapping[str, Any] | Sequence[Mapping[str, Any]]) 
     with refusing_together(engine.device):
         micro_batches = [dict(batches)] if isinstance(batches, Mapping) else [dict(batch) for batch in batches]
         _check_engine(engine, len(micro_batches))
+        prepare_float8_base(state)
         for batch in micro_batches:
             _check_batch(batch)
     with torch.enable_grad():  # whatever the caller's mode is, this is training

@@ -11,6 +11,7 @@ from torch import nn
 
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations.attachment import STATE, attachment_of
+from oomb_accel.integrations.float8_checks import refuse_parts
 from oomb_accel.integrations.self_test import self_test
 from oomb_accel.integrations.support import base_model_of, check_checkpointing, checkpointed_modules
 from oomb_accel.integrations.switch import switch_on
@@ -123,6 +124,8 @@ def _initialize(call: inspect.BoundArguments, config: dict[str, Any], resolved: 
     _check_auto(config)
     check_setup(config, model, call.arguments.get("mpu"))
     check_checkpointing(checkpointed_modules(base_model_of(model)))
+    if resolved.config.base_dtype == "float8" and _stage(config) == 3:
+        refuse_parts()
     tested = f"update off by {_self_test(call, config):.1g}" if resolved.config.self_test else "left out"
     was_on = getattr(model, STATE, None) is not None
     switch_on(model, resolved)

@@ -29,6 +29,8 @@ import torch
 from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
+from oomb_accel.integrations.float8_base import Float8Weight, base_input_gradient, base_product, float8_of
+
 _PEFT_FORWARD = lora.Linear.forward
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """What transformers calls layers of one module that read the same input. Whether they do is looked at in each call."""
@@ -69,8 +71,10 @@ def fused_lora(layers: Iterable[Any], siblings: Iterable[Sequence[Any]] = ()) ->
 class _Parts(NamedTuple):
     """What a fused layer consists of."""
 
-    weight_OI: Tensor
+    weight_OI: Tensor | None
+    """None where there is one in 8 bits."""
     bias_O: Tensor | None
+    float8: Float8Weight | None
     b_OR: Tensor
     scale: float
     a_RI: Tensor
@@ -149,7 +153,9 @@ def _parts(layer: Any, dtype: torch.dtype | None) -> _Parts | None:
     base, a_RI, b_OR = layer.base_layer, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     if dtype is not None and not dtype == base.weight.dtype == a_RI.dtype == b_OR.dtype:
         return None
-    return _Parts(base.weight, base.bias, b_OR, float(layer.scaling[adapter]), a_RI)
+    float8 = float8_of(base)
+    weight_OI = base.weight if float8 is None else None
+    return _Parts(weight_OI, base.bias, float8, b_OR, float(layer.scaling[adapter]), a_RI)
 
 
 def _only_adapter(layer: Any) -> str | None:
@@ -171,7 +177,8 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether it is a linear layer that nobody watches, as ZeRO 3 does that gathers module by module, with a weight
     that is no more than a tensor."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if type(module) is not nn.Linear or any(hooks) or "forward" in vars(module):
+    changed = "forward" in vars(module) and float8_of(module) is None
+    if type(module) is not nn.Linear or any(hooks) or changed:
         return False
     return type(module.weight) is nn.Parameter  # looked at last: where ZeRO 3 watches, looking gathers it
 
@@ -183,8 +190,9 @@ class _FusedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight_OI: Tensor,
+        weight_OI: Tensor | None,
         bias_O: Tensor | None,
+        float8: Float8Weight | None,
         b_OR: Tensor,
         scale: float,
         dtype: torch.dtype,
@@ -198,17 +206,16 @@ class _FusedLinear(torch.autograd.Function):
         Returns:
             The output; where there are others x for the next layer, and ``x A^T`` of each.
         """
-        x, weight_OI, b_OR = x.to(dtype), weight_OI.to(dtype), b_OR.to(dtype)
+        x, weight_OI, bias_O, b_OR = x.to(dtype), _to(weight_OI, dtype), _to(bias_O, dtype), b_OR.to(dtype)
         a_SI = (torch.cat(all_a) if len(all_a) > 1 else all_a[0]).to(dtype)
         ranks = [len(a_RI) for a_RI in all_a]
-        rows = x.reshape(-1, x.shape[-1])
-        xa, *other_xas = _split(rows @ a_SI.t(), ranks, dim=1)
-        out = _output(x, rows, xa, weight_OI, bias_O, b_OR, scale)
+        xa, *other_xas = _split(x.reshape(-1, x.shape[-1]) @ a_SI.t(), ranks, dim=1)
+        out = _output(x, xa, weight_OI, bias_O, float8, b_OR, scale)
         outputs = (out, x, *other_xas) if other_xas else (out,)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, xa, weight_OI, b_OR, a_SI)
-        ctx.scale, ctx.ranks = scale, ranks
-        need_x, _, _, need_b, _, _, *need_as = ctx.needs_input_grad
+        ctx.scale, ctx.ranks, ctx.float8 = scale, ranks, float8
+        need_x, _, _, _, need_b, _, _, *need_as = ctx.needs_input_grad
         if not need_x:
             depends = (need_as[0] or need_b, False, *need_as[1:])
             ctx.mark_non_differentiable(*(one for one, does in zip(outputs, depends, strict=False) if not does))
@@ -220,9 +227,9 @@ class _FusedLinear(torch.autograd.Function):
         ctx: Any, dout: Tensor | None, dx: Tensor | None = None, *other_dxas: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         x, xa, weight_OI, b_OR, a_SI = ctx.saved_tensors
-        need_x, _, _, need_b, _, _, *need_as = ctx.needs_input_grad
+        need_x, _, _, _, need_b, _, _, *need_as = ctx.needs_input_grad
         needed = (need_x, need_x or need_as[0], need_b)
-        dx, dxa, db_OR = _gradients(dout, dx, xa, weight_OI, b_OR, ctx.scale, needed, x.shape)
+        dx, dxa, db_OR = _gradients(dout, dx, xa, weight_OI, ctx.float8, b_OR, ctx.scale, needed, x.shape)
         das: list[Tensor | None] = [None] * len(ctx.ranks)
         # Those that had a part in the result; the A of a layer that had none has no gradient.
         parts = {place: one for place, one in enumerate((dxa, *other_dxas)) if one is not None}
@@ -238,7 +245,7 @@ class _FusedLinear(torch.autograd.Function):
                 ranks = [ctx.ranks[place] for place in parts]
                 for place, da_RI in zip(parts, _split(da_SI, ranks, dim=0), strict=True):
                     das[place] = da_RI
-        return dx, None, None, db_OR, None, None, *das
+        return dx, None, None, None, db_OR, None, None, *das
 
 
 class _NextFusedLinear(torch.autograd.Function):
@@ -246,14 +253,21 @@ class _NextFusedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, xa: Tensor, weight_OI: Tensor, bias_O: Tensor | None, b_OR: Tensor, scale: float
+        ctx: Any,
+        x: Tensor,
+        xa: Tensor,
+        weight_OI: Tensor | None,
+        bias_O: Tensor | None,
+        float8: Float8Weight | None,
+        b_OR: Tensor,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         """Returns the output; x for the next layer."""
-        weight_OI, b_OR = weight_OI.to(x.dtype), b_OR.to(x.dtype)
-        out = _output(x, x.reshape(-1, x.shape[-1]), xa, weight_OI, bias_O, b_OR, scale)
+        weight_OI, bias_O, b_OR = _to(weight_OI, x.dtype), _to(bias_O, x.dtype), b_OR.to(x.dtype)
+        out = _output(x, xa, weight_OI, bias_O, float8, b_OR, scale)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(xa, weight_OI, b_OR)
-        ctx.scale, ctx.shape = scale, x.shape
+        ctx.scale, ctx.shape, ctx.float8 = scale, x.shape, float8
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(x)
         return out, x
@@ -262,22 +276,29 @@ class _NextFusedLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
         xa, weight_OI, b_OR = ctx.saved_tensors
-        need_x, need_xa, _, _, need_b, _ = ctx.needs_input_grad
+        need_x, need_xa, _, _, _, need_b, _ = ctx.needs_input_grad
         needed = (need_x, need_xa, need_b)
-        dx, dxa, db_OR = _gradients(dout, dx, xa, weight_OI, b_OR, ctx.scale, needed, ctx.shape)
-        return dx, dxa, None, None, db_OR, None
+        dx, dxa, db_OR = _gradients(dout, dx, xa, weight_OI, ctx.float8, b_OR, ctx.scale, needed, ctx.shape)
+        return dx, dxa, None, None, None, db_OR, None
+
+
+def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
 
 
 def _output(
-    x: Tensor, rows: Tensor, xa: Tensor, weight_OI: Tensor, bias_O: Tensor | None, b_OR: Tensor, scale: float
+    x: Tensor,
+    xa: Tensor,
+    weight_OI: Tensor | None,
+    bias_O: Tensor | None,
+    float8: Float8Weight | None,
+    b_OR: Tensor,
+    scale: float,
 ) -> Tensor:
-    """``x W^T + bias + scale xa B^T``; ``rows`` is x as a matrix."""
-    out = x.new_empty(*x.shape[:-1], len(weight_OI))  # no view, which nobody could change in place
-    flat = out.view(-1, len(weight_OI))
-    if bias_O is None:
-        torch.mm(rows, weight_OI.t(), out=flat)
-    else:
-        torch.addmm(bias_O.to(x.dtype), rows, weight_OI.t(), out=flat)
+    """``x W^T + bias + scale xa B^T``."""
+    out = x.new_empty(*x.shape[:-1], len(b_OR))  # no view, which nobody could change in place
+    flat = out.view(-1, len(b_OR))
+    base_product(x, weight_OI, bias_O, flat, float8)
     flat.addmm_(xa, b_OR.t(), alpha=scale)
     return out
 
@@ -286,7 +307,8 @@ def _gradients(
     dout: Tensor | None,
     dx: Tensor | None,
     xa: Tensor,
-    weight_OI: Tensor,
+    weight_OI: Tensor | None,
+    float8: Float8Weight | None,
     b_OR: Tensor,
     scale: float,
     needed: tuple[bool, bool, bool],
@@ -303,11 +325,10 @@ def _gradients(
     if dout is None:
         return dx, None, None
     need_x, need_xa, need_b = needed
-    dy_TO = dout.reshape(-1, len(weight_OI))
-    if dx is not None:
-        dx.view(-1, shape[-1]).addmm_(dy_TO, weight_OI)
-    elif need_x:
-        dx = (dy_TO @ weight_OI).view(shape)
+    dy_TO = dout.reshape(-1, len(b_OR))
+    if need_x:
+        so_far_TI = None if dx is None else dx.view(-1, shape[-1])
+        dx = base_input_gradient(dy_TO, weight_OI, float8, add_to=so_far_TI).view(shape)
     dxa = _scaled_product(dy_TO, b_OR, scale) if need_xa else None
     return dx, dxa, _scaled_product(dy_TO.t(), xa, scale) if need_b else None
 

@@ -16,6 +16,7 @@ from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.agreement import agree_on_passes, is_partitioned, num_ranks, refusing_together
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.auto import choose_settings
+from oomb_accel.integrations.float8_checks import prepare_float8_base
 from oomb_accel.integrations.fused_lora import fused_lora
 from oomb_accel.integrations.outputs import OombOutput
 from oomb_accel.integrations.rope import check_length
@@ -59,6 +60,7 @@ def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | Fused
     partitioned = is_partitioned(state.model)
     if partitioned and not state.announced:
         check_versions("deepspeed")
+    prepare_float8_base(state)
     choose_settings(state, batch)
     stream, num_passes = _agreed_stream(state, batch, collective=partitioned)
     if state.on_stream is not None and torch.is_grad_enabled():
@@ -249,6 +251,7 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
     # PEFT's layers must run alike in a checkpoint's recompute, which is outside of the pass.
     lora_layers = () if any(m.gradient_checkpointing and m.training for m in state.checkpointed) else state.lora_layers
     released = released_after_use(state.model)
+    in_float8 = nullcontext if state.float8_base is None else state.float8_base.active
 
     @contextmanager
     def modes() -> Iterator[None]:
@@ -259,6 +262,7 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
             torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False),
             _without_input_casts(lora_layers if enabled else ()),
             released(),
+            in_float8(),
             fused_lora(lora_layers, state.lora_siblings),
         ):
             yield

@@ -15,7 +15,7 @@ from oomb_accel.memory import Outputs, StreamMemory
 from oomb_accel.offload import StreamRecords
 from oomb_accel.pages import PagedKVCache, PageRooms, PageShape, PassNeeds, divide, working_bytes
 from oomb_accel.plan import PageLayout, least_host_bytes, page_demand
-from oomb_accel.plan.sizes import output_bytes
+from oomb_accel.plan.sizes import float8_input_bytes, output_bytes
 from oomb_accel.progress import GIB
 from oomb_accel.schedule import ChunkSchedule
 from oomb_accel.setting_text import dtype_name
@@ -164,7 +164,8 @@ def _other_bytes(state: Attachment, schedule: ChunkSchedule, dtype: torch.dtype)
     # Sums in fp32, what is returned, and what it is added to.
     gradients = sum(whole_numel(p) * (4 + 2 * p.element_size()) for p in state.model.parameters() if p.requires_grad)
     lists = state.list_bytes(len(schedule.chunks))
-    return activations + workspace + gradients + gathered_bytes(state.model) + lists
+    in_float8 = 0 if state.float8_base is None else float8_input_bytes(longest, *state.float8_base.widths)
+    return activations + workspace + gradients + gathered_bytes(state.model) + lists + in_float8
 
 
 def _sparse_workspace(state: Attachment, schedule: ChunkSchedule, dtype: torch.dtype) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -220,6 +221,21 @@ def check_kernels(facts: ModelFacts, config: OombConfig, dtype: torch.dtype, dev
     if sparse_layers(facts, config):
         pages = FLOAT8 if config.page_dtype == "float8" else dtype
         check_page_kernels(pages, facts.head_dim, config.page_tokens, config.q_block)
+
+
+def decoder_layers(base: PreTrainedModel) -> list[nn.Module]:
+    """The blocks of the language model."""
+    num_layers = base.config.get_text_config().num_hidden_layers
+    stacks = (m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers)
+    return [layer for stack in stacks for layer in stack]
+
+
+def linear_layers(module: nn.Module) -> list[nn.Linear]:
+    """All linear layers inside, without those that adapters bring."""
+    adapted = (layer for layer in module.modules() if isinstance(layer, BaseTunerLayer))
+    parts = (getattr(layer, name, None) for layer in adapted for name in layer.adapter_layer_names)
+    adapters = {inner for part in parts if isinstance(part, nn.Module) for inner in part.modules()}
+    return [m for m in module.modules() if isinstance(m, nn.Linear) and m not in adapters]
 
 
 def whole_numel(parameter: Any) -> int:

@@ -115,6 +115,8 @@ def disable(model: nn.Module) -> None:
     own_forward, forward = state.own_forward, state.forward
     state.active = False  # whoever wrapped our forward meanwhile gets a plain one
     state.offload.close()
+    if state.float8_base is not None:
+        state.float8_base.release()
     state.rope.remove()
     attention_interface.CHUNKED.difference_update(state.modules)
     name = attention_interface.original_of(state.base.config._attn_implementation)

@@ -17,9 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
-from oomb_accel.integrations.support import base_model_of, checkpointed_modules
+from oomb_accel.integrations.support import base_model_of, checkpointed_modules, decoder_layers
 
 WHOLE_ELEMENTS = 1_000_000
 """Parameters up to this size stay whole on every rank: LoRA of rank 16 on layers up to 60,000 wide."""
@@ -45,15 +44,9 @@ def gather_whole_layers(model: nn.Module) -> None:
     from deepspeed.utils import set_z3_leaf_modules
 
     base = base_model_of(model)
-    leaves = _layers(base)
+    leaves = {type(layer) for layer in decoder_layers(base)}
     if not leaves or any(module.gradient_checkpointing for module in checkpointed_modules(base)):
         leaves = {type(m) for m in base.modules() if isinstance(getattr(m, "experts", None), nn.Module)}
     if leaves:
         set_z3_leaf_modules(model, list(leaves))
         base.enable_input_require_grads()
-
-
-def _layers(base: PreTrainedModel) -> set[type[nn.Module]]:
-    num_layers = base.config.get_text_config().num_hidden_layers
-    stacks = (m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers)
-    return {type(layer) for stack in stacks for layer in stack}

@@ -21,7 +21,7 @@ CHUNKS = (8192, 4096, 2048, 1024, 512)
 _BUDGET, _LEAST_BUDGET = 8, 4
 """Times top_k: pages that a chunk may name for nothing, and for little, see docs/sparsity.md."""
 _SMALL_TOP_K = 16
-_STANDING = ("weights", "gathered weights", "optimizer", "gradient buckets", "gradients")
+_STANDING = ("weights", "weights in 8 bits", "gathered weights", "optimizer", "gradient buckets", "gradients")
 _SHORT_SPAN = 8192
 
 
@@ -128,6 +128,8 @@ def _refusal(job: Job, memory: Memory) -> str:
 
 
 def _for_large_models(job: Job) -> str:
+    if job.base_dtype == "float8":
+        return f"Set base_dtype='model', which takes {job.float8_bytes / GIB:,.1f} GiB less."
     if not job.lora_r:
         return "Train adapters (lora_r: 16), put the optimizer on the host (ZeRO 2 or 3), or take more GPUs."
     if job.zero_stage != 3:
@@ -172,6 +174,7 @@ def _together(job: Job) -> list[Suggestion]:
     chunks: list[dict[str, Any]] = [{"chunk_tokens": tokens} for tokens in CHUNKS if tokens < job.chunk_tokens]
     for steps in ([*storage, *budgets], [*chunks, *storage]):
         wanted: dict[str, Any] = {"keep_outputs": "auto", "offload": "auto", "page_grad_dtype": "bfloat16"}
+        wanted["base_dtype"] = "model"
         for step in steps:
             wanted |= step
             if _fits(replace(job, **wanted)):
@@ -191,6 +194,8 @@ def _without_unnecessary(job: Job, wanted: dict[str, Any]) -> Suggestion:
 def _changes(job: Job) -> Iterator[tuple[str, Job]]:
     if job.keep_outputs is True:
         yield "keep_outputs: auto", replace(job, keep_outputs="auto")
+    if job.base_dtype == "float8":
+        yield "base_dtype: model", replace(job, base_dtype="model")
     if job.page_grad_dtype == "float32":
         yield "page_grad_dtype: bfloat16", replace(job, page_grad_dtype="bfloat16")
     if job.page_dtype == "model":
@@ -216,9 +221,11 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
 
 def _machines(job: Job) -> Iterator[tuple[str, Job]]:
     for gpus in (2, 4, 8):  # a document for each; the host grows with the machine
-        wider = replace(job, num_gpus=gpus, zero_stage=3, host_bytes=job.host_bytes * gpus // job.num_gpus)
+        host_bytes = job.host_bytes * gpus // job.num_gpus
+        wider = replace(job, num_gpus=gpus, zero_stage=3, host_bytes=host_bytes, base_dtype="model")
         if gpus > job.num_gpus and _fits(wider):
-            yield f"{gpus} GPUs with ZeRO 3, {wider.host_bytes / GIB:,.0f} GiB of host memory", wider
+            base = ", base_dtype: model" if job.base_dtype == "float8" else ""
+            yield f"{gpus} GPUs with ZeRO 3, {wider.host_bytes / GIB:,.0f} GiB of host memory{base}", wider
             break
     yield from _more_host(job)
 

@@ -53,6 +53,7 @@ class Job:
     span_tokens: int = 32768
     page_dtype: Literal["model", "float8"] = "model"
     page_grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    base_dtype: Literal["model", "float8"] = "model"
     keep_outputs: bool | Literal["auto"] = "auto"
     keep_last_graph: bool = True
     offload: bool | Literal["auto"] = "auto"
@@ -71,6 +72,15 @@ class Job:
     found: Found | None = None
     """None before there is a machine."""
 
+    def __post_init__(self) -> None:
+        if self.base_dtype == "float8" and (self.zero_stage == 3 or not self.lora_r):
+            remedy = "ZeRO 2" if self.lora_r else "adapters (lora_r: 16)"
+            raise ValueError(
+                "Base weights in 8 bits must be frozen, and whole on each GPU.\n"
+                f"  Got base_dtype='float8' with {'ZeRO 3' if self.lora_r else 'all weights trained'}.\n"
+                f"  Set base_dtype='model', or use {remedy}."
+            )
+
     def schedule(self) -> ChunkSchedule:
         """The document's chunks; every token but the first is a target."""
         return ChunkSchedule.build(
@@ -81,6 +91,11 @@ class Job:
     def trainable(self) -> int:
         """Numbers that are trained."""
         return self.model.lora_parameters(self.lora_r) if self.lora_r else self.model.num_parameters
+
+    @property
+    def float8_bytes(self) -> int:
+        """Both copies of the base weights in 8 bits."""
+        return 2 * self.model.linear_layer_weights if self.base_dtype == "float8" else 0
 
     @property
     def is_sharded(self) -> bool:

@@ -10,6 +10,7 @@ from oomb_accel.plan.pages import PageDemand, page_demand
 from oomb_accel.plan.pools import MemoryPlan, plan_memory
 from oomb_accel.plan.sizes import (
     DTYPE_BYTES,
+    float8_input_bytes,
     gathered_numbers,
     host_margin,
     in_slabs,
@@ -63,7 +64,10 @@ def estimate_memory(job: Job) -> Memory:
     workspace = _sparse_workspace(job, schedule)
     demand = page_demand(job.pages, schedule)
     pinned, pageable = _host_state(job)
-    free = free_device_bytes(job, standing) - rates.WORKSPACE_BYTES - sum(gradients.values())
+    working = rates.WORKSPACE_BYTES
+    if job.base_dtype == "float8":
+        working += float8_input_bytes(longest, job.model.hidden, job.model.intermediate)
+    free = free_device_bytes(job, standing) - working - sum(gradients.values())
     chunk_bytes = activations + max(logits, workspace)  # logits are gone when the first layer's backward runs
     plan = plan_memory(
         demand,
@@ -95,7 +99,7 @@ def estimate_memory(job: Job) -> Memory:
         "scales": demand.scale_bytes,
         "page lists": demand.list_bytes,
         "kept attention outputs": kept_bytes,
-        "workspace": rates.WORKSPACE_BYTES,
+        "workspace": working,
         "CUDA context": rates.CONTEXT_BYTES,
     }
     slab_bytes = slab_bytes_for(plan.host_bytes, max(job.pages.value_record, job.pages.gradient_record))
@@ -234,6 +238,7 @@ def _training_state(job: Job) -> dict[str, int]:
         weights += 2 * total  # autocast's copies
     return {
         "weights": weights // ranks if job.is_sharded else weights,
+        "weights in 8 bits": job.float8_bytes,
         "gathered weights": itemsize * gathered if job.is_sharded else 0,
         "optimizer": optimizer,
         "gradient buckets": buckets,

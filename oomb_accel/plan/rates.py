@@ -13,6 +13,8 @@ from oomb_accel.plan.sizes import GIB
 # Shares of a GPU's peak of matrix products.
 MATRIX = 650 / 989
 """Matrix products of linear layers and head, adapters beside them."""
+FLOAT8 = 1.5
+"""How much faster base products in 8 bits are, with quantising; expected, not yet measured."""
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 573 / 989, 505 / 989
 """Dense attention by library kernels, head_dim 128, with merging."""
 SELECTED_FORWARD, SELECTED_BACKWARD = 450 / 989, 275 / 989

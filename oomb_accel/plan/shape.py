@@ -92,10 +92,19 @@ class ModelShape:
         return self.num_layers * (self.layer_weights + norms + biases) + embeddings + self.hidden
 
     def lora_parameters(self, rank: int) -> int:
-        """Of adapters on every linear map but the head. transformers stores experts as one tensor without linear
-        maps, so they have none."""
-        linears = self.linears[:3] if self.num_experts else self.linears
-        return self.num_layers * rank * sum((inputs + outputs) * count for inputs, outputs, count in linears)
+        """Of adapters on every linear layer but the head."""
+        widths = sum((inputs + outputs) * count for inputs, outputs, count in self._linear_layers)
+        return self.num_layers * rank * widths
+
+    @property
+    def linear_layer_weights(self) -> int:
+        """Numbers in all linear layers but the head."""
+        return self.num_layers * sum(inputs * outputs * count for inputs, outputs, count in self._linear_layers)
+
+    @property
+    def _linear_layers(self) -> tuple[tuple[int, int, int], ...]:
+        """Of the linear maps, those that are layers of their own: transformers stores experts as one tensor."""
+        return self.linears[:3] if self.num_experts else self.linears
 
 
 def _check_numbers(fields: Mapping[str, Any], name: str) -> None:

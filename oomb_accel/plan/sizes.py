@@ -85,6 +85,15 @@ def output_bytes(num_heads: int, head_dim: int, itemsize: int) -> int:
     return num_heads * (head_dim * itemsize + 4)
 
 
+def float8_input_bytes(num_tokens: int, *widths: int) -> int:
+    """Bytes of the largest input or output gradient in 8 bits, of which there is one at a time, with its scales.
+
+    Args:
+        widths: of linear layers.
+    """
+    return num_tokens * (max(widths) + 4)
+
+
 def page_backward_bytes(
     *, num_heads: int, num_kv_heads: int, num_blocks: int, q_block: int, top_k: int, page_tokens: int, head_dim: int
 ) -> int:

@@ -56,7 +56,10 @@ def _compute(job: Job, chunk: Chunk, step: StepTime, *, repeated: bool, attends_
     model, tokens, gpu = job.model, chunk.num_tokens, job.gpu
     forwards, attention_forwards = 1 + repeated, 1 + attends_again
     # With adapters only gradients of inputs are computed in the frozen layers, otherwise those of weights too.
-    linear = 2 * tokens * model.num_layers * model.active_layer_weights + 2 * chunk.num_targets * model.head_weights
+    faster = rates.FLOAT8 if job.base_dtype == "float8" else 1.0
+    copied = model.linear_layer_weights
+    base = copied / faster + model.num_layers * model.active_layer_weights - copied
+    linear = 2 * tokens * base + 2 * chunk.num_targets * model.head_weights
     linear += 2 * tokens * model.lora_parameters(job.lora_r)
     products = forwards + (1 if job.lora_r else 2)
     matrix = rates.MATRIX * gpu.flops_per_second
