@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks.models import lora_model, use_liger
 from benchmarks.registry import Row, benchmark
-from benchmarks.whole_step import _step, _switch_on
+from benchmarks.whole_step import switch_on
+from oomb_accel.bench.models import lora_model, use_liger
+from oomb_accel.bench.step import training_step
 from oomb_accel.integrations.support import base_model_of
 
 GROUPS = {
@@ -38,14 +39,14 @@ def profile_step(
     for tokens in lengths:
         ids = torch.randint(0, vocab, (1, tokens), device=device)
         for side in sides:
-            undo = _switch_on(model, side, chunk_tokens)
-            _step(model, optimizer, ids)
+            undo = switch_on(model, side, chunk_tokens)
+            training_step(model, optimizer, ids)
             row = Row("profile_step", side, tokens)
             start = time.perf_counter()
-            _step(model, optimizer, ids)
+            training_step(model, optimizer, ids)
             row.seconds = time.perf_counter() - start
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-                _step(model, optimizer, ids)
+                training_step(model, optimizer, ids)
             kernels = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
             groups: dict[str, float] = defaultdict(float)
             names: dict[str, float] = defaultdict(float)
