@@ -118,7 +118,9 @@ class CeilingPart:
 
 
 def step_work(shape: ModelShape, tokens: int, config: OombConfig) -> list[Work]:
-    """All calls of one step on one document with frozen base weights, nothing kept of the forward sweep's attention.
+    """All calls of one step on one document with frozen base weights.
+
+    Attention is recomputed with ``keep_outputs=False``; otherwise the outputs of all chunks count as kept.
 
     Args:
         shape: of a model without sliding windows and experts.
@@ -141,7 +143,8 @@ def step_work(shape: ModelShape, tokens: int, config: OombConfig) -> list[Work]:
         found[HEAD, Product(chunk.num_targets, shape.hidden, shape.vocabulary, False)] += 1 + recomputes
         found[HEAD, Product(chunk.num_targets, shape.hidden, shape.vocabulary, True)] += 1
         for part, keys, causal in _attended(chunk, config):
-            for backward, times in ((False, 1 + recomputes), (True, 1)):
+            attended_again = 0 if config.keep_outputs else recomputes
+            for backward, times in ((False, 1 + attended_again), (True, 1)):
                 heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
                 call = Attention(*heads, chunk.num_tokens, keys, causal, backward)
                 found[part, call] += times * shape.num_layers

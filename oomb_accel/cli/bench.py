@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     if not name or name.startswith("-"):
         raise ValueError(
             f"oomb bench takes the name of a benchmark first.\n  Got {shown(name)}.\n"
-            f"  Use oomb bench {' or oomb bench '.join(_BENCHMARKS)}."
+            f"  Use oomb bench {' or oomb bench '.join(_BENCHMARKS)}; oomb bench --help says more."
         )
     if name not in _BENCHMARKS:
         raise ValueError(unknown_message("benchmark", name, list(_BENCHMARKS), "on the command line"))

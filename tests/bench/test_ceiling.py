@@ -33,7 +33,7 @@ def flops_by_part(tokens: int, config: OombConfig) -> dict[str, float]:
 
 def test_operations_of_a_sparse_step() -> None:
     """Four chunks of 4 pages. The first three attend to all of their past, since 1 + 4 + 4 pages are no fewer."""
-    found = flops_by_part(2048, OombConfig(chunk_tokens=512, attention="sparse", top_k=4))
+    found = flops_by_part(2048, OombConfig(chunk_tokens=512, attention="sparse", top_k=4, keep_outputs=False))
     layers, forward = 2, 2.0 * 2048 * 2 * LAYER_WEIGHTS
     pair = 4 * 4 * 32 * layers
     assert found == {
@@ -49,12 +49,18 @@ def test_operations_of_a_sparse_step() -> None:
 
 
 def test_operations_of_a_dense_step_with_a_short_last_chunk() -> None:
-    found = flops_by_part(1100, OombConfig(chunk_tokens=512, keep_last_graph=False))
+    found = flops_by_part(1100, OombConfig(chunk_tokens=512, keep_last_graph=False, keep_outputs=False))
     pair = 4 * 4 * 32 * 2
     assert found[ceiling.RECOMPUTE] == found[ceiling.FORWARD] == 2.0 * 1100 * 2 * LAYER_WEIGHTS
     assert found[ceiling.OWN] == pair * (2 * 512 * 513 / 2 + 76 * 77 / 2) * 4.5
     assert found[ceiling.PAST] == pair * (512 * 512 + 76 * 1024) * 4.5
     assert not {ceiling.ALWAYS, ceiling.SELECTED} & set(found)
+
+
+def test_outputs_that_are_kept_are_not_attended_again() -> None:
+    found = flops_by_part(1024, OombConfig(chunk_tokens=512))
+    assert found[ceiling.OWN] == 4 * 4 * 32 * 2 * 512 * 513 / 2 * 2 * 3.5
+    assert found[ceiling.RECOMPUTE] == found[ceiling.FORWARD] / 2
 
 
 def test_a_last_token_alone_costs_nothing() -> None:
@@ -65,7 +71,7 @@ def test_a_last_token_alone_costs_nothing() -> None:
 
 def test_the_7b_costs_what_its_weights_say() -> None:
     shape = shape_of(SHAPES["qwen2.5-7b"], "qwen2.5-7b")
-    work = step_work(shape, 65536, OombConfig(attention="sparse", top_k=16))
+    work = step_work(shape, 65536, OombConfig(attention="sparse", top_k=16, keep_outputs=False))
     assert Product(8192, 3584, 18944, False) in {item.call for item in work}
     assert Attention(28, 4, 128, 8192, 2048, False, True) in {item.call for item in work}
     times = Counter({part: sum(item.times for item in work if item.part == part) for part in ceiling.PARTS})
