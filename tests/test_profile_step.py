@@ -187,11 +187,10 @@ def test_a_tiny_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     parts = {part["part"]: part for part in own["details"]["parts"]}
     gaps = [part["us"] - part["floor_us"] for part in own["details"]["parts"]]
     assert gaps == sorted(gaps, reverse=True)
-    assert sum(part["us"] for part in parts.values()) == pytest.approx(own["details"]["total"]["us"], rel=0.5)
-    # Two layers of seven products, three chunks of which two run again. q, k, v of the first have no gradient of inputs.
+    # Two layers of seven products, three chunks, of which two run again; the first layer's q, k, v need no gradient.
     assert parts[step_parts.BASE]["launches"] == 14 * (3 + 2 + 3) - 3 * 3
     assert parts[step_parts.HEAD]["launches"] == 3 + 2 + 3
-    assert {part["part"] for part in peer["details"]["parts"]} >= {step_parts.LORA, step_parts.BASE, step_parts.GAPS}
+    assert {part["part"] for part in peer["details"]["parts"]} >= {step_parts.LORA, step_parts.BASE, step_parts.HEAD}
 
 
 def test_launches_are_summed_by_part() -> None:
