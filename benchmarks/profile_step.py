@@ -83,12 +83,13 @@ def recorded(step: Callable[[], object], device: torch.device) -> list[Launch]:
 def device_launches(events: Sequence[Any]) -> list[Launch]:
     """The launches among the profiler's raw events, in which a launch names its operation by a number.
 
-    Ranges that somebody named appear on the device as well, around their kernels: they are left out.
+    Calls of the driver are numbered as well, by another count. Ranges that somebody named appear on the device too, around
+    their kernels: they are left out.
     """
     ops = {
         event.correlation_id(): event
         for event in events
-        if event.device_type() == DeviceType.CPU and event.linked_correlation_id() == 0
+        if event.device_type() == DeviceType.CPU and event.name().startswith("aten::")
     }
     found = []
     for event in events:
@@ -96,7 +97,7 @@ def device_launches(events: Sequence[Any]) -> list[Launch]:
             continue
         op = ops.get(event.linked_correlation_id()) if event.linked_correlation_id() else None
         name, shapes = ("", ()) if op is None else (op.name(), _shapes(op.shapes()))
-        found.append(Launch(event.name(), event.duration_ns() / 1e3, name if name.startswith("aten::") else "", shapes))
+        found.append(Launch(event.name(), event.duration_ns() / 1e3, name, shapes))
     return found
 
 

@@ -43,6 +43,7 @@ _BY_NAME = {
     "_accumulate_kernel": PAGES,
     "_quantize_pages_kernel": PAGES,
     "_copy_records_kernel": PAGES,
+    "_quantize_rows_kernel": COPIES,
     "_forward_kernel": LOSS,
     "_backward_kernel": LOSS,
     "liger_cross_entropy": LOSS,

@@ -131,7 +131,8 @@ def test_a_launch_has_the_shapes_of_its_operation() -> None:
     cpu, cuda = DeviceType.CPU, DeviceType.CUDA
     events = [
         Event(cpu, "aten::mm", 7, sides=[[8, 4], [4, 16], []]),
-        Event(cpu, "cudaLaunchKernel", 7, linked=7),
+        Event(cpu, "cudaLaunchKernel", 12, linked=7),
+        Event(cpu, "cuLaunchKernelEx", 7),
         Event(cpu, "_FusedLinearBackward", 9),
         Event(cuda, "nvjet", 1, linked=7, us=3.0),
         Event(cuda, "_merge_kernel", 2, us=2.0),
