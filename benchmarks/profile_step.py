@@ -83,8 +83,8 @@ def recorded(step: Callable[[], object], device: torch.device) -> list[Launch]:
 def device_launches(events: Sequence[Any]) -> list[Launch]:
     """The launches among the profiler's raw events, in which a launch names its operation by a number.
 
-    Calls of the driver are numbered as well, by another count. Ranges that somebody named appear on the device too, around
-    their kernels: they are left out.
+    Calls of the driver are numbered as well, by another count. Ranges that somebody named appear on the device too,
+    around their kernels: they are left out.
     """
     ops = {
         event.correlation_id(): event

@@ -6,6 +6,7 @@ import gc
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -132,16 +133,23 @@ class StepResult:
         }
 
 
-def bench_step(sizes: StepSizes, measure: Measure, device: torch.device) -> StepResult:
+def bench_step(
+    sizes: StepSizes, measure: Measure, device: torch.device, on_stage: Callable[[str], None] = lambda stage: None
+) -> StepResult:
     """Run whole steps, then their ceiling. bf16 on a GPU, fp32 on the CPU.
+
+    Args:
+        measure: times the calls of the ceiling.
+        on_stage: hears what is done, for progress.
 
     Raises:
         RuntimeError: the step does not fit into the memory of the device.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
-        result = _run_steps(sizes, device, dtype)
+        result = _run_steps(sizes, device, dtype, on_stage)
         _empty_cache(device)
+        on_stage("ceiling")
         parts = measure_ceiling(step_work(sizes.model, sizes.tokens, sizes.config), measure, device, dtype)
         return replace(result, parts=parts)
     except (RuntimeError, MemoryError) as error:
@@ -154,7 +162,9 @@ def bench_step(sizes: StepSizes, measure: Measure, device: torch.device) -> Step
         ) from error
 
 
-def _run_steps(sizes: StepSizes, device: torch.device, dtype: torch.dtype) -> StepResult:
+def _run_steps(
+    sizes: StepSizes, device: torch.device, dtype: torch.dtype, on_stage: Callable[[str], None]
+) -> StepResult:
     """The steps without a ceiling, one more before them to warm up."""
     on_gpu = device.type == "cuda"
     model = lora_model(sizes.shape, device, dtype)
@@ -163,12 +173,14 @@ def _run_steps(sizes: StepSizes, device: torch.device, dtype: torch.dtype) -> St
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     vocabulary = SHAPES[sizes.shape]["vocab_size"]
     ids = torch.randint(0, vocabulary, (1, sizes.tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    on_stage("step to warm up")
     training_step(model, optimizer, ids, autocast=on_gpu)  # compiles kernels, plans library calls
     _empty_cache(device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     loss, seconds = math.nan, []
-    for _ in range(sizes.steps):
+    for step in range(sizes.steps):
+        on_stage(f"step {step + 1} of {sizes.steps}")
         start = time.perf_counter()
         loss = training_step(model, optimizer, ids, autocast=on_gpu)
         seconds.append(time.perf_counter() - start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ def _measured(
     gpu = torch.cuda.get_device_name(device) if on_gpu else "CPU"
     versions = found["versions"]
     print(f"{gpu}; torch {versions['torch']}, triton {versions['triton']}\n{_describe(sizes)}", flush=True)
-    result = bench_step(sizes, device_times(device, _REPEATS) if on_gpu else host_times(_REPEATS), device)
+    measure = device_times(device, _REPEATS) if on_gpu else host_times(_REPEATS)
+    result = bench_step(sizes, measure, device, on_stage=lambda stage: print(stage, file=sys.stderr))
     print(_table(result))
     measured = reference_of(result, gpu, versions)
     known = matching(references, measured)

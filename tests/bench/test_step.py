@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from oomb_accel.bench import step
 from oomb_accel.bench.models import SHAPES
 from oomb_accel.bench.reference import SHIPPED, Reference, matching, read_references, regression, save_reference
 from oomb_accel.cli import main
@@ -54,7 +55,9 @@ def test_a_step_is_measured_saved_and_compared(tmp_path: Path, capsys: pytest.Ca
 
     save_reference(saved, dataclasses.replace(entry, ratio=100 * entry.ratio))  # as if it had been faster once
     code, report = run([*SMALL, "--reference", str(saved)], tmp_path)
-    error = capsys.readouterr().err.splitlines()
+    progress = capsys.readouterr().err.splitlines()
+    error = progress[-3:]
+    assert "step 1 of 1" in progress and "ceiling" in progress
     assert code == 1 and report["slower"] and report["reference"]["ratio"] == pytest.approx(100 * entry.ratio)
     assert error[0] == "oomb bench: The step is slower against its ceiling than it was."
     assert len(error) == 3 and torch.__version__ in error[1]
@@ -143,16 +146,14 @@ def test_bad_options_are_refused(options: list[str], words: str, capsys: pytest.
 
 
 def test_the_fewest_tokens_that_are_named_are_enough() -> None:
-    from oomb_accel.bench.step import StepSizes
-
     sizes: dict[str, Any] = dict(shape="tiny", attention="sparse", steps=1)
     for chunk, top_k in ((512, 4), (128, 1), (300, 16), (8192, 64)):
         with pytest.raises(ValueError, match="too short") as raised:
-            StepSizes(**sizes, chunk_tokens=chunk, top_k=top_k, tokens=2)
+            step.StepSizes(**sizes, chunk_tokens=chunk, top_k=top_k, tokens=2)
         fewest = int(str(raised.value).split("--tokens ")[-1].split()[0])
-        StepSizes(**sizes, chunk_tokens=chunk, top_k=top_k, tokens=fewest)
+        step.StepSizes(**sizes, chunk_tokens=chunk, top_k=top_k, tokens=fewest)
         with pytest.raises(ValueError, match="too short"):
-            StepSizes(**sizes, chunk_tokens=chunk, top_k=top_k, tokens=fewest - 1)
+            step.StepSizes(**sizes, chunk_tokens=chunk, top_k=top_k, tokens=fewest - 1)
 
 
 def test_other_shapes_need_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,6 +161,16 @@ def test_other_shapes_need_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert main(["bench", "step"]) == 1
     error = capsys.readouterr().err.splitlines()
     assert "needs an NVIDIA GPU for the shape qwen2.5-7b" in error[0] and "--shape tiny" in error[2]
+
+
+def test_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    monkeypatch.setattr(step, "lora_model", refuse)
+    assert main(["bench", "step", *SMALL]) == 1
+    error = capsys.readouterr().err.splitlines()[-3:]
+    assert "does not fit" in error[0] and "2.00 GiB. More." in error[1] and "--chunk_tokens 128" in error[2]
 
 
 @pytest.mark.gpu
