@@ -18,9 +18,10 @@ from torch import Tensor
 
 import oomb_accel
 from benchmarks.floor import floor_seconds, selected_tokens
-from benchmarks.models import SHAPES, lora_model, use_liger
 from benchmarks.registry import GIB, Row, benchmark
 from oomb_accel import OombConfig
+from oomb_accel.bench.models import SHAPES, lora_model, use_liger
+from oomb_accel.bench.step import training_step
 from oomb_accel.integrations.support import base_model_of
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -58,7 +59,7 @@ def whole_step(
             selected = selected_tokens(OombConfig(**SIDES[side]))
             row.floor_seconds = floor_seconds(SHAPES[shape], tokens, chunk_tokens, side, selected)
             row.details = {"shape": shape, "chunk_tokens": chunk_tokens, "timed_steps": timed}
-            undo = _switch_on(model, side, chunk_tokens)
+            undo = switch_on(model, side, chunk_tokens)
             try:
                 _measure(model, optimizer, ids, row, chunk_tokens, timed, "no-autocast" not in side)
             except torch.OutOfMemoryError:
@@ -72,7 +73,8 @@ def whole_step(
             yield row
 
 
-def _switch_on(model: PeftModel, side: str, chunk_tokens: int) -> Callable[[], None]:
+def switch_on(model: PeftModel, side: str, chunk_tokens: int) -> Callable[[], None]:
+    """Prepare the model for a side of `SIDES`; returns what undoes it."""
     if side.startswith("oomb"):
         config = OombConfig(chunk_tokens=chunk_tokens, progress=False, **SIDES[side])
         oomb_accel.enable(model, config)
@@ -98,7 +100,7 @@ def _measure(
     autocast: bool,
 ) -> None:
     on_gpu = ids.device.type == "cuda"
-    _step(model, optimizer, ids[:, : min(2 * chunk_tokens, ids.shape[1])], autocast)  # warm-up: compiles, plans
+    training_step(model, optimizer, ids[:, : 2 * chunk_tokens], autocast=autocast)  # warm-up: compiles, plans
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -106,18 +108,9 @@ def _measure(
     seconds = []
     for _ in range(timed):
         start = time.perf_counter()
-        row.details["loss"] = _step(model, optimizer, ids, autocast)
+        row.details["loss"] = training_step(model, optimizer, ids, autocast=autocast)
         seconds.append(time.perf_counter() - start)
     row.seconds = statistics.median(seconds)
     row.details["all_seconds"] = seconds
     if on_gpu:
         row.peak_gib = torch.cuda.max_memory_allocated() / GIB
-
-
-def _step(model: PeftModel, optimizer: torch.optim.Optimizer, ids: Tensor, autocast: bool = True) -> float:
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
-        loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return float(loss.detach())  # waits for the device

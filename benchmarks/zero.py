@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 import oomb_accel
 from benchmarks.floor import floor_seconds, selected_tokens
-from benchmarks.models import SHAPES, base_model, lora_model, use_liger
 from benchmarks.registry import GIB, Row, benchmark
 from oomb_accel import OombConfig
+from oomb_accel.bench.models import SHAPES, base_model, lora_model, use_liger
 from oomb_accel.integrations.agreement import num_ranks
 from oomb_accel.integrations.support import base_model_of
 
