@@ -33,6 +33,7 @@ LAUNCHES = [
     ("nvjet_sm90_tst_128x256_64x4_2x1_v_badd_TNN", "addmm_", [(8192, 512), (8192, 16), (16, 512)], step_parts.LORA),
     ("nvjet_sm90_tst_16x64_64x16_1x2_h_bz_TNN", "mm", [(8192, 3584), (3584, 16)], step_parts.LORA),
     ("nvjet_sm90_tst_16x64_64x16_1x2_h_bz_TNN", "mm", [(8192, 3584), (3584, 48)], step_parts.LORA),
+    ("nvjet_sm90_tst_192x32_64x7_4x1_v_bz_NTT", "addmm", [(), (18944, 8192), (8192, 16)], step_parts.LORA),
     ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "mm", [(16, 8192), (8192, 3584)], step_parts.LORA),
     ("nvjet_sm90_tst_64x32_64x16_4x1_v_bz_splitK_NTT", "", [], step_parts.OTHER_PRODUCTS),
     (f"{CUDNN}fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0", FORWARD, [], step_parts.LOCAL_FORWARD),
@@ -169,6 +170,9 @@ def test_floors_of_the_7b() -> None:
     keys = 8 * (59 + 123 + 187 + 251)  # mean keys of the pages to choose from, by chunk
     assert us[step_parts.SELECTION] == pytest.approx(2 * 3584 * 28 * keys / 5 / 16 / 700e6)
     assert set(us) & {step_parts.COPIES, step_parts.GAPS} == set()
+    wider = floors(shape, 40960, OombConfig(attention="sparse", top_k=64, keep_outputs=False), 16)
+    # The second chunk attends to all of its 64 pages.
+    assert wider[step_parts.SELECTION] == pytest.approx(2 * 3584 * 28 * 8192 * (keys - 8 * 59) / 16 / 700e12)
 
 
 def test_a_dense_step_selects_nothing() -> None:

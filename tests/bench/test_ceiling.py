@@ -48,6 +48,12 @@ def test_operations_of_a_sparse_step() -> None:
     }
 
 
+def test_a_list_with_room_for_all_pages_selects_none() -> None:
+    """The third chunk has 8 earlier pages, and 1 + 4 + 3 are attended to."""
+    found = flops_by_part(1536, OombConfig(chunk_tokens=512, attention="sparse", top_k=3))
+    assert ceiling.SELECTED not in found and found[ceiling.PAST] == 4 * 4 * 32 * 2 * 512 * (512 + 1024) * 3.5
+
+
 def test_operations_of_a_dense_step_with_a_short_last_chunk() -> None:
     found = flops_by_part(1100, OombConfig(chunk_tokens=512, keep_last_graph=False, keep_outputs=False))
     pair = 4 * 4 * 32 * 2

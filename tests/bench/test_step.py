@@ -94,6 +94,7 @@ def test_a_reference_is_of_the_same_gpu_and_settings(tmp_path: Path) -> None:
     assert len(found) == 7, "a second measurement takes the place of the first"
     assert matching(found, KNOWN) == dataclasses.replace(KNOWN, ratio=0.9)
     assert matching(others, KNOWN) is None
+    assert matching([KNOWN, dataclasses.replace(KNOWN, ratio=0.7)], KNOWN) == dataclasses.replace(KNOWN, ratio=0.7)
 
 
 def test_references_of_the_package_can_be_read() -> None:
