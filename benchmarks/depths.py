@@ -18,10 +18,10 @@ from torch import Tensor
 
 import oomb_accel
 from benchmarks.floor import floor_seconds
-from benchmarks.models import SHAPES, lora_model, use_liger
 from benchmarks.registry import GIB, Row, benchmark
 from benchmarks.whole_step import SIDES
 from oomb_accel import OombConfig
+from oomb_accel.bench.models import SHAPES, lora_model, use_liger
 from oomb_accel.gradients import StepGradients
 from oomb_accel.integrations import step
 from oomb_accel.integrations.step_recurrence import StepRecurrence

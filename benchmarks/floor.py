@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from oomb_accel import OombConfig
+
 FLOPS_PER_SECOND = 700e12
 """Matrix products and attention alike, bf16 on an H200; about 790e12 were measured for large plain products."""
 FLOAT8 = 2.0
@@ -47,3 +49,10 @@ def floor_seconds(
     weight_gradients = 1.0 if "full" in side else 0.0
     flops = linear * (2 + repeated + weight_gradients) + attention * (1 + ATTENTION_BACKWARD + attended_again)
     return flops / FLOPS_PER_SECOND
+
+
+def selected_tokens(settings: OombConfig) -> int | None:
+    """The earlier tokens that a token attends to beyond its own chunk; None where attention is dense."""
+    if settings.attention == "dense":
+        return None
+    return (settings.top_k + settings.sink_pages + settings.recent_pages) * settings.page_tokens

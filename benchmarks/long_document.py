@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.models import SHAPES, base_model
+from oomb_accel.bench.models import SHAPES, base_model
 
 _WORD = re.compile(r"\w+|[^\w\s]|\n\s*")
 

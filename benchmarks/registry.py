@@ -32,13 +32,16 @@ class Row:
     """What the arithmetic alone would take, see floor.py."""
     note: str = ""
     details: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+    """A report of this row in Markdown: printed, not stored."""
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+        stored = {name: value for name, value in asdict(self).items() if name != "text"}
+        return stored | {"tokens_per_second": self.tokens_per_second}
 
 
 def benchmark(name: str) -> Callable[[Callable[..., Iterator[Row]]], Callable[..., Iterator[Row]]]:

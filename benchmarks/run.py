@@ -36,7 +36,8 @@ def main() -> int:
         device=device,
     ):
         rows.append(row)
-        print(table([row]).splitlines()[-1], json.dumps(row.details), flush=True)
+        report = f"\n\n{row.text}\n" if row.text else f" {json.dumps(row.details)}"
+        print(table([row]).splitlines()[-1] + report, flush=True)
         if options.out:
             with options.out.open("a") as out:
                 out.write(json.dumps(row.as_dict() | environment()) + "\n")

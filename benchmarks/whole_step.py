@@ -17,10 +17,11 @@ from peft import PeftModel
 from torch import Tensor
 
 import oomb_accel
-from benchmarks.floor import floor_seconds
-from benchmarks.models import SHAPES, lora_model, use_liger
+from benchmarks.floor import floor_seconds, selected_tokens
 from benchmarks.registry import GIB, Row, benchmark
 from oomb_accel import OombConfig
+from oomb_accel.bench.models import SHAPES, lora_model, use_liger
+from oomb_accel.bench.step import training_step
 from oomb_accel.integrations.support import base_model_of
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -55,9 +56,10 @@ def whole_step(
         ids = torch.randint(0, vocab, (1, tokens), device=device, generator=torch.Generator(device).manual_seed(tokens))
         for side in sides:
             row = Row("whole_step", side, tokens, note="" if liger else "without liger")
-            row.floor_seconds = floor_seconds(SHAPES[shape], tokens, chunk_tokens, side, _selected_tokens(side))
+            selected = selected_tokens(OombConfig(**SIDES[side]))
+            row.floor_seconds = floor_seconds(SHAPES[shape], tokens, chunk_tokens, side, selected)
             row.details = {"shape": shape, "chunk_tokens": chunk_tokens, "timed_steps": timed}
-            undo = _switch_on(model, side, chunk_tokens)
+            undo = switch_on(model, side, chunk_tokens)
             try:
                 _measure(model, optimizer, ids, row, chunk_tokens, timed, "no-autocast" not in side)
             except torch.OutOfMemoryError:
@@ -71,15 +73,8 @@ def whole_step(
             yield row
 
 
-def _selected_tokens(side: str) -> int | None:
-    """Earlier tokens that a token of a sparse side attends to beyond its own chunk."""
-    if "sparse" not in side:
-        return None
-    config = OombConfig(**SIDES[side])
-    return (config.top_k + config.sink_pages + config.recent_pages) * config.page_tokens
-
-
-def _switch_on(model: PeftModel, side: str, chunk_tokens: int) -> Callable[[], None]:
+def switch_on(model: PeftModel, side: str, chunk_tokens: int) -> Callable[[], None]:
+    """Prepare the model for a side of `SIDES`; returns what undoes it."""
     if side.startswith("oomb"):
         config = OombConfig(chunk_tokens=chunk_tokens, progress=False, **SIDES[side])
         oomb_accel.enable(model, config)
@@ -105,7 +100,7 @@ def _measure(
     autocast: bool,
 ) -> None:
     on_gpu = ids.device.type == "cuda"
-    _step(model, optimizer, ids[:, : min(2 * chunk_tokens, ids.shape[1])], autocast)  # warm-up: compiles, plans
+    training_step(model, optimizer, ids[:, : 2 * chunk_tokens], autocast=autocast)  # warm-up: compiles, plans
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -113,18 +108,9 @@ def _measure(
     seconds = []
     for _ in range(timed):
         start = time.perf_counter()
-        row.details["loss"] = _step(model, optimizer, ids, autocast)
+        row.details["loss"] = training_step(model, optimizer, ids, autocast=autocast)
         seconds.append(time.perf_counter() - start)
     row.seconds = statistics.median(seconds)
     row.details["all_seconds"] = seconds
     if on_gpu:
         row.peak_gib = torch.cuda.max_memory_allocated() / GIB
-
-
-def _step(model: PeftModel, optimizer: torch.optim.Optimizer, ids: Tensor, autocast: bool = True) -> float:
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
-        loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return float(loss.detach())  # waits for the device

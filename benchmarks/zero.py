@@ -5,8 +5,8 @@ Several GPUs: torchrun --nproc_per_node 2 -m benchmarks.run zero --sides plain z
 
 ``plain`` is no DeepSpeed (DDP on several GPUs). ``-offload`` keeps optimizer states on the host, ``-full`` trains
 all weights, ``-step`` reduces gradients per chunk (`oomb_accel.deepspeed.step`), ``-unequal`` gives every other rank an
-eighth of the tokens. Lengths are per rank. Give each ZeRO 3 side a process of its own where memory matters: DeepSpeed
-keeps a part of an engine's memory after its end.
+eighth of the tokens, ``-sparse`` attends to 16 selected pages, with bf16 page gradients. Lengths are per rank. Give
+each ZeRO 3 side a process of its own where memory matters: DeepSpeed keeps a part of an engine's memory after its end.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import oomb_accel
-from benchmarks.floor import floor_seconds
-from benchmarks.models import SHAPES, base_model, lora_model, use_liger
+from benchmarks.floor import floor_seconds, selected_tokens
 from benchmarks.registry import GIB, Row, benchmark
 from oomb_accel import OombConfig
+from oomb_accel.bench.models import SHAPES, base_model, lora_model, use_liger
 from oomb_accel.integrations.agreement import num_ranks
 from oomb_accel.integrations.support import base_model_of
 
@@ -38,6 +38,8 @@ SIDES = (
     *("plain-full", "zero1-full", "zero2-full", "zero3-full", "zero2-full-offload", "zero3-full-offload"),
     *("zero2-full-step", "zero3-full-step", "zero3-full-offload-step"),
     *("plain-unequal", "zero2-unequal", "zero3-unequal"),
+    *("plain-sparse", "zero2-sparse", "zero3-sparse", "zero2-full-sparse", "zero3-full-sparse"),
+    *("plain-sparse-unequal", "zero2-sparse-unequal", "zero3-sparse-unequal"),
 )
 _COUNTED = ("all_gather_into_tensor", "all_gather_coalesced", "reduce_scatter_tensor", "all_reduce", "broadcast")
 
@@ -65,7 +67,8 @@ def zero(
             own = tokens // 8 if "unequal" in side and rank % 2 else tokens
             ids = torch.randint(0, vocab, (1, own), device=device, generator=torch.Generator(device).manual_seed(rank))
             row = Row("zero", side, tokens)
-            row.floor_seconds = floor_seconds(SHAPES[shape], tokens, chunk_tokens, side)
+            selected, kept = selected_tokens(_settings(side, chunk_tokens)), "-no-kept" if "sparse" in side else ""
+            row.floor_seconds = floor_seconds(SHAPES[shape], tokens, chunk_tokens, side + kept, selected)
             row.details = {"shape": shape, "chunk_tokens": chunk_tokens, "ranks": num_ranks(), "timed_steps": timed}
             _measure(step, ids, row, timed, min(own, 2 * chunk_tokens))
             if rank == 0:
@@ -90,9 +93,14 @@ def _start(device: torch.device) -> None:
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
 
 
+def _settings(side: str, chunk_tokens: int) -> OombConfig:
+    sparse: dict[str, Any] = {"attention": "sparse", "top_k": 16, "page_grad_dtype": "bfloat16", "keep_outputs": False}
+    return OombConfig(chunk_tokens=chunk_tokens, progress=False, **(sparse if "sparse" in side else {}))
+
+
 def _prepare(model: nn.Module, side: str, chunk_tokens: int) -> tuple[Step, Callable[[], None]]:
     """The step of a side, and what takes it down again."""
-    settings = OombConfig(chunk_tokens=chunk_tokens, progress=False)
+    settings = _settings(side, chunk_tokens)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     if side.startswith("plain"):

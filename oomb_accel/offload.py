@@ -99,7 +99,7 @@ class Offload:
         # A stream that waits for its backward has its pages in the arena that is there.
         if arena is None or (arena.slab_bytes < slab_bytes and arena.free_bytes == arena.num_bytes):
             if arena is not None:
-                self._close_arena(arena)
+                arena.close()
             pinner = None
             if device.type == "cuda":
                 pinner = cuda_pinner(torch.cuda.current_device() if device.index is None else device.index)
@@ -137,13 +137,8 @@ class Offload:
     def close(self) -> None:
         """Give all host memory back."""
         if self.arena is not None:
-            self._close_arena(self.arena)
+            self.arena.close()
         self.arena = self.mover = None
-
-    def _close_arena(self, arena: HostArena) -> None:
-        if self.mover is not None:
-            self.mover.flush()  # a copy may still be on its way to its stream
-        arena.close()
 
 
 @dataclass(slots=True)
@@ -174,20 +169,15 @@ class StreamRecords:
             self.offload.mover,
             lambda layer, places: self.foresight.worth(kind, layer, places),
         )
-        pool = records.pool.storage  # lives until its copies are in their streams
-        weakref.finalize(records, _give_back, store, self.offload.mover, pool, self.device).atexit = False
+        weakref.finalize(records, _give_back, store, self.device).atexit = False
         return records
 
 
-def _give_back(store: HostStore, mover: PageMover, pool: torch.Tensor, device: torch.device) -> None:
+def _give_back(store: HostStore, device: torch.device) -> None:
     """Slabs of records that nobody has any more. A step to its end has freed them; one that failed, or whose loss was
     dropped, may have copies in flight."""
-
-    def close(_: torch.Tensor = pool) -> None:
-        if store.num_bytes:
-            if device.type == "cuda":
-                with contextlib.suppress(RuntimeError):  # after a failure of the device itself there are no copies
-                    torch.cuda.synchronize(device)
-            store.close()
-
-    mover.afterwards(close)
+    if store.num_bytes:
+        if device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # after a failure of the device itself there are no copies
+                torch.cuda.synchronize(device)
+        store.close()

@@ -58,7 +58,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], str
 
 def shipped_files() -> set[str]:
     """The names that a wheel has to hold, apart from its metadata."""
-    names = {"oomb_accel/py.typed", "oomb_kernels/py.typed"}
+    names = {"oomb_accel/py.typed", "oomb_accel/bench/reference.json", "oomb_kernels/py.typed"}
     names |= {str(path.relative_to(ROOT)) for path in (ROOT / "oomb_accel").rglob("*.py")}
     names |= {str(path.relative_to(ROOT / "kernels")) for path in (ROOT / "kernels").rglob("*.py")}
     for pattern in ("*.py", "*.yaml", "*.json"):

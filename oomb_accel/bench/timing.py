@@ -1,8 +1,9 @@
-"""Device times of several tasks, measured in turns so that clocks and temperature are the same for all of them."""
+"""Times of several tasks, measured in turns so that clocks and temperature are the same for all of them."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -51,6 +52,23 @@ def device_times(device: torch.device, repeats: int) -> Measure:
                 end.synchronize()
                 if turn >= _WARM_UP_TURNS:
                     times[name].append(start.elapsed_time(end))
+        return {name: statistics.median(values) for name, values in times.items()}
+
+    return measure
+
+
+def host_times(repeats: int) -> Measure:
+    """The same on the CPU, by the clock, after one turn to warm up."""
+
+    def measure(tasks: Mapping[str, Task]) -> dict[str, float]:
+        times: dict[str, list[float]] = {name: [] for name in tasks}
+        for turn in range(1 + repeats):
+            for name, task in tasks.items():
+                prepared = task.prepare()
+                start = time.perf_counter()
+                task.run(prepared)
+                if turn:
+                    times[name].append((time.perf_counter() - start) * 1e3)
         return {name: statistics.median(values) for name, values in times.items()}
 
     return measure

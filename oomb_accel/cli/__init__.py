@@ -23,7 +23,7 @@ COMMANDS = {
     "estimate": "memory, time and cost of a training step, and what fits, without a GPU",
     "report": "what a run did: loss, speed and memory as a table and as plots",
     "verify": "check chunk recurrence against full attention on your own model",
-    "bench": "measure the kernels of sparse attention on this GPU",
+    "bench": "measure kernels and whole training steps on this GPU",
     "env": "versions, devices and limits: what a bug report needs",
 }
 """Name of each command, which is also the module in this package, and what it does."""

@@ -22,3 +22,13 @@ def device_named(name: str | None) -> torch.device:
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"This kind of device is not supported.\n  Got --device {name}.\n  Use --device cpu.")
     return device
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether torch can use one."""
+    return torch.cuda.is_available() and torch.version.hip is None
+
+
+def what_torch_sees() -> str:
+    """A line for messages about a GPU that is missing."""
+    return f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees {torch.cuda.device_count()} CUDA devices."

@@ -45,9 +45,12 @@ def write_json(report: Any, target: Path | None) -> None:
             target.write_text(text, encoding="utf-8")
 
 
-def check_writable(path: Path | None) -> None:
+def check_writable(path: Path | None, option: str = "--json") -> None:
     """Refuse a place where no report can be written, before the work that it reports. A folder that is missing is no
     reason: it is made when there is something to write.
+
+    Args:
+        option: that names the place.
 
     Raises:
         ValueError: a folder, or a file in a folder that cannot be made or written.
@@ -55,8 +58,10 @@ def check_writable(path: Path | None) -> None:
     if path is None or path == STDOUT:
         return
     if path.is_dir():
-        raise ValueError(f"The report cannot be written.\n  {path} is a folder.\n  Use --json {path / 'report.json'}.")
-    _check_folder(path.parent, "report", f"--json {path.name}")
+        raise ValueError(
+            f"The report cannot be written.\n  {path} is a folder.\n  Use {option} {path / 'report.json'}."
+        )
+    _check_folder(path.parent, "report", f"{option} {path.name}")
 
 
 def check_plots(folder: Path, option: str, without: str) -> None:

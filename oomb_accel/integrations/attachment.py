@@ -19,6 +19,7 @@ from oomb_accel.gradients import Deliveries
 from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.agreement import ranks_on_host
 from oomb_accel.integrations.float8_base import Float8Base
+from oomb_accel.integrations.fused_lora import lora_siblings
 from oomb_accel.integrations.rope import DocumentRope
 from oomb_accel.integrations.support import (
     ModelFacts,
@@ -99,6 +100,8 @@ class Attachment:
     adapter_layers: tuple[BaseTunerLayer, ...] = field(init=False)
     lora_layers: tuple[BaseTunerLayer, ...] = field(init=False)
     """Plain LoRA layers, whose input cast is redundant under autocast."""
+    lora_siblings: tuple[tuple[BaseTunerLayer, ...], ...] = field(init=False)
+    """Groups of layers that read the same input."""
     wrapped: bool = field(init=False)
     """Whether a wrapper runs layers again in the backward, outside of passes."""
     float8_base: Float8Base | None = field(init=False)
@@ -120,6 +123,7 @@ class Attachment:
         # A layer that a wrapper runs again in the backward must run there as it did in the pass.
         self.wrapped = any(type(module).__name__ == "CheckpointWrapper" for module in self.modules)
         self.lora_layers = () if self.wrapped else tuple(m for m in self.adapter_layers if _is_plain_lora(m))
+        self.lora_siblings = lora_siblings(self.modules)
         self.float8_base = None
         if self.config.base_dtype == "float8":
             self.float8_base = Float8Base(m for layer in decoder_layers(self.base) for m in linear_layers(layer))

@@ -18,7 +18,7 @@ from oomb_accel.integrations.switch import switch_on
 from oomb_accel.integrations.timeout import set_timeout
 from oomb_accel.integrations.transformers import disable
 from oomb_accel.integrations.versions import check_versions
-from oomb_accel.integrations.zero3_layers import gather_whole_layers
+from oomb_accel.integrations.zero3_layers import gather_whole_layers, keep_adapters_whole
 from oomb_accel.reading import refusal
 from oomb_accel.sources import BLOCK, Resolved, Source, gather, load_deepspeed_config, resolve
 
@@ -132,8 +132,9 @@ def _initialize(call: inspect.BoundArguments, config: dict[str, Any], resolved: 
     if _stage(config) == 3:
         gather_whole_layers(model)
     for name in ("config", "config_params"):
-        if isinstance(call.arguments.get(name), Mapping):
-            call.arguments[name] = {**call.arguments[name], BLOCK: resolved.block()}
+        if call.arguments.get(name) is not None:
+            given = keep_adapters_whole(load_deepspeed_config(call.arguments[name]), model)
+            call.arguments[name] = {**given, BLOCK: resolved.block()}
     try:
         engine, *rest = _plain()(*call.args, **call.kwargs)
     except BaseException:

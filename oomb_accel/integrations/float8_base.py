@@ -29,19 +29,22 @@ class LastInput:
     """The last input in 8 bits: query, key and value have the same one, and so have gate and up."""
 
     def __init__(self) -> None:
-        self._key: tuple[weakref.ref[Tensor], int] | None = None
+        self._source: weakref.ref[Tensor] | None = None
+        self._key: tuple[object, ...] | None = None
         self._rows: Rows | None = None
 
     def rows(self, x: Tensor) -> Rows:
         """An input ``[..., I]`` as rows in 8 bits."""
-        if self._rows is None or self._key is None or self._key[0]() is not x or self._key[1] != x._version:
+        # Fused layers hand an alias of the input on. As long as the tensor lives, its address is nobody else's.
+        key = None if x.is_inference() else (x.data_ptr(), x._version, x.shape, x.stride(), x.dtype)
+        if self._rows is None or key is None or key != self._key or self._source is None or self._source() is None:
             self._rows = None  # before others are made
             self._rows = quantize_rows(x.detach().reshape(-1, x.shape[-1]))
-            self._key = weakref.ref(x), x._version
+            self._key, self._source = key, weakref.ref(x)
         return self._rows
 
     def forget(self) -> None:
-        self._key = self._rows = None
+        self._key = self._rows = self._source = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +95,15 @@ def base_product(
         torch.addmm(bias_O, rows, weight_OI.t(), out=out_TO)
 
 
-def base_input_gradient(dy_TO: Tensor, weight_OI: Tensor | None, float8: Float8Weight | None) -> Tensor:
-    """``dx = dy W`` of a frozen layer, ``[T, I]``, which the caller may change."""
+def base_input_gradient(
+    dy_TO: Tensor, weight_OI: Tensor | None, float8: Float8Weight | None, *, add_to: Tensor | None
+) -> Tensor:
+    """``dx = dy W`` of a frozen layer, ``[T, I]``, which the caller may change; ``add_to`` with that added."""
     if float8 is not None:
-        return float8.input_gradient(dy_TO)
+        dx_TI = float8.input_gradient(dy_TO)
+        return dx_TI if add_to is None else add_to.add_(dx_TI)
     assert weight_OI is not None
-    return dy_TO @ weight_OI
+    return dy_TO @ weight_OI if add_to is None else add_to.addmm_(dy_TO, weight_OI)
 
 
 class Float8Forward:

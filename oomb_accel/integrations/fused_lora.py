@@ -5,16 +5,25 @@ the products that is six reads and writes of the output, and four of the input, 
 to what is there, in their own fp32: ``y += s (x A^T) B^T``, ``dx += s (dy B) A``. Sums are rounded once instead of two
 or three times.
 
+Layers that read the same input (q, k and v; gate and up) share more. The first that is called multiplies x by the A of
+all of them; the others find their part when they come. In the graph they are a chain: each hands x on to the next, so
+each adds its ``dy W`` to the ``dx`` of the next, and the first adds LoRA's share for all. Nothing is computed before it
+is asked for but ``x A^T``, which is small: a layer that is called otherwise than its name suggests costs that product,
+and nothing else.
+
 Only where the result is PEFT's own: one active adapter of plain LoRA without dropout or biases, unmerged, on a frozen
 `nn.Linear` that nobody has put a hook on. Everything else is left to PEFT, layer by layer and call by call.
+
+Legend: T tokens, I inputs, O outputs, R rank, S sum of the ranks of layers with a common input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import layer as lora
@@ -23,16 +32,35 @@ from torch import Tensor, nn
 from oomb_accel.integrations.float8_base import Float8Weight, base_input_gradient, base_product, float8_of
 
 _PEFT_FORWARD = lora.Linear.forward
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""What transformers calls layers of one module that read the same input. Whether they do is looked at in each call."""
+
+
+def lora_siblings(modules: Iterable[nn.Module]) -> tuple[tuple[Any, ...], ...]:
+    """Groups of LoRA layers that should be called with the same input, by their names within each of these modules."""
+    groups = []
+    for module in modules:
+        for names in _SIBLINGS:
+            found = (getattr(module, name, None) for name in names)
+            group = tuple(layer for layer in found if type(layer) is lora.Linear)
+            if len(group) > 1:
+                groups.append(group)
+    return tuple(groups)
 
 
 @contextmanager
-def fused_lora(layers: Iterable[Any]) -> Iterator[None]:
-    """Inside, these layers of PEFT run fused where they can."""
+def fused_lora(layers: Iterable[Any], siblings: Iterable[Sequence[Any]] = ()) -> Iterator[None]:
+    """Inside, these layers of PEFT run fused where they can.
+
+    Args:
+        siblings: groups of layers that share work when they are called with the same tensor, see `lora_siblings`.
+    """
     if lora.Linear.forward is not _PEFT_FORWARD:  # somebody has another idea of it
         layers = ()
     fused = [layer for layer in layers if type(layer) is lora.Linear and "forward" not in vars(layer)]
+    calls = _Calls({layer: group for group in siblings for layer in group})
     for layer in fused:
-        layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+        layer.forward = partial(calls.forward, layer)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -40,22 +68,94 @@ def fused_lora(layers: Iterable[Any]) -> Iterator[None]:
             del layer.forward
 
 
-def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    adapter = None if args or kwargs else _only_adapter(layer)
+class _Parts(NamedTuple):
+    """What a fused layer consists of."""
+
+    weight_OI: Tensor | None
+    """None where there is one in 8 bits."""
+    bias_O: Tensor | None
+    float8: Float8Weight | None
+    b_OR: Tensor
+    scale: float
+    a_RI: Tensor
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What the first layer called with an input has left for its siblings."""
+
+    source: Tensor
+    """The input as the caller has it."""
+    state: tuple[Any, ...] | None
+    """Of the input and of torch's modes, when it was read."""
+    x: Tensor
+    """The same values; its gradient goes to the layer that was called last."""
+    waiting: dict[Any, tuple[_Parts, Tensor]]
+    """Parts of each layer that has not come yet, and its ``x A^T``."""
+
+
+class _Calls:
+    """The calls of the layers of one `fused_lora`.
+
+    Args:
+        siblings: by layer, its group, with itself.
+    """
+
+    def __init__(self, siblings: dict[Any, Sequence[Any]]) -> None:
+        self._siblings = siblings
+        self._shared: _Shared | None = None
+
+    def forward(self, layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs:
+            return lora.Linear.forward(layer, x, *args, **kwargs)
+        kind = x.device.type
+        autocast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # which autocast leaves as it is
+        dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+        # Tensors of inference mode do not tell of changes in place: there each call stands alone.
+        state = None if x.is_inference() else (x._version, dtype, autocast, torch.is_grad_enabled())
+        shared = self._shared
+        if shared is not None and layer in shared.waiting and shared.source is x and shared.state == state:
+            return self._next(layer, shared)
+        parts = _parts(layer, None if autocast else dtype)
+        if parts is None:
+            return lora.Linear.forward(layer, x)
+        others = {}
+        for sibling in self._siblings.get(layer, ()) if state is not None else ():
+            its = _parts(sibling, None if autocast else dtype) if sibling is not layer else None
+            if its is not None and its.a_RI.shape[1] == x.shape[-1] and its.a_RI.device == x.device:
+                others[sibling] = its
+        other_a = (its.a_RI for its in others.values())
+        out, *left = _FusedLinear.apply(x, *parts[:-1], dtype, parts.a_RI, *other_a)
+        self._shared = None
+        if others:
+            passed_on, *xas = left
+            waiting = {sibling: (its, xa) for (sibling, its), xa in zip(others.items(), xas, strict=True)}
+            self._shared = _Shared(x, state, passed_on, waiting)
+        return out
+
+    def _next(self, layer: Any, shared: _Shared) -> Tensor:
+        parts, xa = shared.waiting.pop(layer)
+        out, shared.x = _NextFusedLinear.apply(shared.x, xa, *parts[:-1])
+        if not shared.waiting:
+            self._shared = None
+        return out
+
+
+def _parts(layer: Any, dtype: torch.dtype | None) -> _Parts | None:
+    """Of a layer that can run fused; None where PEFT has to do it.
+
+    Args:
+        dtype: what all of them must have; None where autocast sees to it.
+    """
+    adapter = _only_adapter(layer)
     if adapter is None:
-        return lora.Linear.forward(layer, x, *args, **kwargs)
+        return None
     base, a_RI, b_OR = layer.base_layer, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if not torch.is_autocast_enabled(kind) and not dtype == base.weight.dtype == a_RI.dtype == b_OR.dtype:
-        return lora.Linear.forward(layer, x)
-    bias_O = None if base.bias is None else base.bias.to(dtype)
+    if dtype is not None and not dtype == base.weight.dtype == a_RI.dtype == b_OR.dtype:
+        return None
     float8 = float8_of(base)
-    weight_OI = base.weight.to(dtype) if float8 is None else None
-    out: Tensor = _FusedLinear.apply(
-        x.to(dtype), weight_OI, bias_O, a_RI.to(dtype), b_OR.to(dtype), float(layer.scaling[adapter]), float8
-    )
-    return out
+    weight_OI = base.weight if float8 is None else None
+    return _Parts(weight_OI, base.bias, float8, b_OR, float(layer.scaling[adapter]), a_RI)
 
 
 def _only_adapter(layer: Any) -> str | None:
@@ -84,7 +184,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 class _FusedLinear(torch.autograd.Function):
-    """Differentiable once. Legend: I inputs, O outputs, R rank."""
+    """A layer, and ``x A^T`` of layers that will be called with the same x. Differentiable once."""
 
     @staticmethod
     def forward(
@@ -92,32 +192,151 @@ class _FusedLinear(torch.autograd.Function):
         x: Tensor,
         weight_OI: Tensor | None,
         bias_O: Tensor | None,
-        a_RI: Tensor,
+        float8: Float8Weight | None,
         b_OR: Tensor,
         scale: float,
-        float8: Float8Weight | None,
-    ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        xa = rows @ a_RI.t()
-        out = x.new_empty(*x.shape[:-1], len(b_OR))  # no view, which nobody could change in place
-        flat = out.view(-1, len(b_OR))
-        base_product(x, weight_OI, bias_O, flat, float8)
-        flat.addmm_(xa, b_OR.t(), alpha=scale)
-        ctx.save_for_backward(x, weight_OI, a_RI, b_OR, xa)
-        ctx.scale, ctx.float8 = scale, float8
-        return out
+        dtype: torch.dtype,
+        *all_a: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """
+        Args:
+            dtype: what is computed in; others are cast.
+            all_a: A of this layer, then those of the others.
+
+        Returns:
+            The output; where there are others x for the next layer, and ``x A^T`` of each.
+        """
+        x, weight_OI, bias_O, b_OR = x.to(dtype), _to(weight_OI, dtype), _to(bias_O, dtype), b_OR.to(dtype)
+        a_SI = (torch.cat(all_a) if len(all_a) > 1 else all_a[0]).to(dtype)
+        ranks = [len(a_RI) for a_RI in all_a]
+        xa, *other_xas = _split(x.reshape(-1, x.shape[-1]) @ a_SI.t(), ranks, dim=1)
+        out = _output(x, xa, weight_OI, bias_O, float8, b_OR, scale)
+        outputs = (out, x, *other_xas) if other_xas else (out,)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, xa, weight_OI, b_OR, a_SI)
+        ctx.scale, ctx.ranks, ctx.float8 = scale, ranks, float8
+        need_x, _, _, _, need_b, _, _, *need_as = ctx.needs_input_grad
+        if not need_x:
+            depends = (need_as[0] or need_b, False, *need_as[1:])
+            ctx.mark_non_differentiable(*(one for one, does in zip(outputs, depends, strict=False) if not does))
+        return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        x, weight_OI, a_RI, b_OR, xa = ctx.saved_tensors
-        rows = x.reshape(-1, x.shape[-1])
-        dy = grads[0].reshape(-1, len(b_OR))
-        need_x, _, _, need_a, need_b, *_ = ctx.needs_input_grad
-        dxa = (dy @ b_OR).mul_(ctx.scale)
-        dx = None
-        if need_x:
-            dx = base_input_gradient(dy, weight_OI, ctx.float8).addmm_(dxa, a_RI).view(x.shape)
-        da_RI = dxa.t() @ rows if need_a else None
-        db_OR = (dy.t() @ xa).mul_(ctx.scale) if need_b else None
-        return dx, None, None, da_RI, db_OR, None, None
+    def backward(
+        ctx: Any, dout: Tensor | None, dx: Tensor | None = None, *other_dxas: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, xa, weight_OI, b_OR, a_SI = ctx.saved_tensors
+        need_x, _, _, _, need_b, _, _, *need_as = ctx.needs_input_grad
+        needed = (need_x, need_x or need_as[0], need_b)
+        dx, dxa, db_OR = _gradients(dout, dx, xa, weight_OI, ctx.float8, b_OR, ctx.scale, needed, x.shape)
+        das: list[Tensor | None] = [None] * len(ctx.ranks)
+        # Those that had a part in the result; the A of a layer that had none has no gradient.
+        parts = {place: one for place, one in enumerate((dxa, *other_dxas)) if one is not None}
+        if parts:
+            dxa_TS = torch.cat(list(parts.values()), dim=1) if len(parts) > 1 else next(iter(parts.values()))
+            if dx is not None:
+                if len(parts) < len(ctx.ranks):
+                    all_a = a_SI.split(ctx.ranks)
+                    a_SI = torch.cat([all_a[place] for place in parts])
+                dx.view(-1, dx.shape[-1]).addmm_(dxa_TS, a_SI)
+            if any(need_as):
+                da_SI = dxa_TS.t() @ x.reshape(-1, x.shape[-1])
+                ranks = [ctx.ranks[place] for place in parts]
+                for place, da_RI in zip(parts, _split(da_SI, ranks, dim=0), strict=True):
+                    das[place] = da_RI
+        return dx, None, None, None, db_OR, None, None, *das
+
+
+class _NextFusedLinear(torch.autograd.Function):
+    """A layer whose x and ``x A^T`` are those of the layer before. Differentiable once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        xa: Tensor,
+        weight_OI: Tensor | None,
+        bias_O: Tensor | None,
+        float8: Float8Weight | None,
+        b_OR: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output; x for the next layer."""
+        weight_OI, bias_O, b_OR = _to(weight_OI, x.dtype), _to(bias_O, x.dtype), b_OR.to(x.dtype)
+        out = _output(x, xa, weight_OI, bias_O, float8, b_OR, scale)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(xa, weight_OI, b_OR)
+        ctx.scale, ctx.shape, ctx.float8 = scale, x.shape, float8
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(x)
+        return out, x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
+        xa, weight_OI, b_OR = ctx.saved_tensors
+        need_x, need_xa, _, _, _, need_b, _ = ctx.needs_input_grad
+        needed = (need_x, need_xa, need_b)
+        dx, dxa, db_OR = _gradients(dout, dx, xa, weight_OI, ctx.float8, b_OR, ctx.scale, needed, ctx.shape)
+        return dx, dxa, None, None, None, db_OR, None
+
+
+def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
+
+
+def _output(
+    x: Tensor,
+    xa: Tensor,
+    weight_OI: Tensor | None,
+    bias_O: Tensor | None,
+    float8: Float8Weight | None,
+    b_OR: Tensor,
+    scale: float,
+) -> Tensor:
+    """``x W^T + bias + scale xa B^T``."""
+    out = x.new_empty(*x.shape[:-1], len(b_OR))  # no view, which nobody could change in place
+    flat = out.view(-1, len(b_OR))
+    base_product(x, weight_OI, bias_O, flat, float8)
+    flat.addmm_(xa, b_OR.t(), alpha=scale)
+    return out
+
+
+def _gradients(
+    dout: Tensor | None,
+    dx: Tensor | None,
+    xa: Tensor,
+    weight_OI: Tensor | None,
+    float8: Float8Weight | None,
+    b_OR: Tensor,
+    scale: float,
+    needed: tuple[bool, bool, bool],
+    shape: torch.Size,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of x through the weight, added to what the layers behind have made; of ``x A^T``; of B.
+
+    Args:
+        dout: None where the output had no part in the result.
+        dx: of layers behind, nobody else's; None where there are none.
+        needed: which of the results.
+        shape: of x.
+    """
+    if dout is None:
+        return dx, None, None
+    need_x, need_xa, need_b = needed
+    dy_TO = dout.reshape(-1, len(b_OR))
+    if need_x:
+        so_far_TI = None if dx is None else dx.view(-1, shape[-1])
+        dx = base_input_gradient(dy_TO, weight_OI, float8, add_to=so_far_TI).view(shape)
+    dxa = _scaled_product(dy_TO, b_OR, scale) if need_xa else None
+    return dx, dxa, _scaled_product(dy_TO.t(), xa, scale) if need_b else None
+
+
+def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """``scale left right``, scaled by the product itself."""
+    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)  # what is there is not read
+
+
+def _split(matrix: Tensor, sizes: list[int], *, dim: int) -> Sequence[Tensor]:
+    return matrix.split(sizes, dim=dim) if len(sizes) > 1 else (matrix,)

@@ -263,7 +263,7 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
             _without_input_casts(lora_layers if enabled else ()),
             released(),
             in_float8(),
-            fused_lora(lora_layers),
+            fused_lora(lora_layers, state.lora_siblings),
         ):
             yield
 

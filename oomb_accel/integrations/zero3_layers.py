@@ -6,13 +6,32 @@ pass. With LoRA a layer has some forty modules, and a step runs three passes per
 
 It settles mixture-of-experts blocks too: which experts run differs from pass to pass and rank to rank, and a gather
 that one rank leaves out would hang the others. A leaf is gathered whole.
+
+Each parameter of a gather costs the host time as well, and a layer with LoRA has fourteen of an adapter, which are next
+to nothing: they are not divided.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 from oomb_accel.integrations.support import base_model_of, checkpointed_modules, decoder_layers
+
+WHOLE_ELEMENTS = 1_000_000
+"""Parameters up to this size stay whole on every rank: LoRA of rank 16 on layers up to 60,000 wide."""
+
+
+def keep_adapters_whole(config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A DeepSpeed config under which ZeRO 3 divides no adapter, where some weights are frozen and the config does not
+    say itself which parameters are too small to be divided."""
+    zero = dict(config.get("zero_optimization") or {})
+    if zero.get("stage") == 3 and not all(parameter.requires_grad for parameter in model.parameters()):
+        zero.setdefault("stage3_param_persistence_threshold", WHOLE_ELEMENTS)
+        return {**config, "zero_optimization": zero}
+    return dict(config)
 
 
 def gather_whole_layers(model: nn.Module) -> None:

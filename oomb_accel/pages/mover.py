@@ -6,11 +6,8 @@ that must come behind it is given the mark. The host waits for the device nowher
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -28,8 +25,6 @@ Mark: TypeAlias = Any
 _PIECE_BYTES = 4096
 """Small arrays are copied by one program per piece."""
 _UNCOUNTED_WAITS = 256
-_thread = threading.local()
-"""``copies`` is set in a thread that copies."""
 
 
 class PageMover(Protocol):
@@ -58,13 +53,6 @@ class PageMover(Protocol):
 
     def guard(self, storage: Tensor) -> None:
         """Nobody else gets this memory, once it is dropped, before the copies in flight have passed."""
-
-    def flush(self) -> None:
-        """Every copy that was asked for is in its stream afterwards. Comes before memory of copies is dropped."""
-
-    def afterwards(self, action: Callable[[], None]) -> None:
-        """Do something once every copy that was asked for is in its stream. Nobody waits for himself: the garbage
-        collector may call from the thread that copies."""
 
 
 class HostMover:
@@ -96,39 +84,23 @@ class HostMover:
     def guard(self, storage: Tensor) -> None:
         return None
 
-    def flush(self) -> None:
-        return None
-
-    def afterwards(self, action: Callable[[], None]) -> None:
-        action()
-
 
 class CudaMover:
-    """One stream per direction, and a thread that fills both: a copy costs the driver a microsecond or two of host
-    time, and tens of thousands may belong to a chunk.
-
-    Marks are events, or futures of events. One thread keeps the order, so that what a copy must come behind was given
-    to its stream before. After a copy that was refused all others are too, so that whoever waits next is told.
+    """One stream per direction, filled by whoever asks. A thread of its own for that would leave the caller half a
+    microsecond per copy, and take more: two threads of Python, and two callers of the driver, hold each other up.
 
     Args:
         pinned: whether all host memory is. Pinning may be refused at any time.
     """
 
     def __init__(self, device: torch.device, *, pinned: Callable[[], bool]) -> None:
-        # Another thread has another current device.
-        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        device = self._device
+        self._device = device
         self._pinned = pinned
         self._method: CopyMethod = best_copy_method(device)
         self._small_by_kernel = "kernel" in available_copy_methods(device)
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="oomb-copies")
-        self._last: Future[torch.cuda.Event] | None = None
-        self._refused: Exception | None = None
         self._in_flight: deque[tuple[torch.cuda.Event, object]] = deque()
-        """What small copies read, and when they have passed."""
-        self._in_flight_here: deque[tuple[torch.cuda.Event, object]] = deque()
-        """The same of records; the thread's own."""
+        """What copies read, and when they have passed."""
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         """Before and behind each wait that is not counted yet."""
         self._waited_ms = 0.0
@@ -142,7 +114,7 @@ class CudaMover:
         return _record(torch.cuda.current_stream(self._device))
 
     def wait(self, marks: Iterable[Mark]) -> None:
-        ahead = [event for event in map(_event, marks) if event is not None and not event.query()]
+        ahead = [event for event in marks if event is not None and not event.query()]
         if not ahead:
             return
         stream = torch.cuda.current_stream(self._device)
@@ -179,18 +151,6 @@ class CudaMover:
         storage.record_stream(self._up)
         storage.record_stream(self._down)
 
-    def flush(self) -> None:
-        if self._last is not None:
-            with contextlib.suppress(Exception):  # whoever waits for the copy is told
-                self._last.result()
-
-    def afterwards(self, action: Callable[[], None]) -> None:
-        if getattr(_thread, "copies", False):
-            self._thread.submit(action)
-        else:
-            self.flush()
-            action()
-
     def _copy(
         self,
         stream: torch.cuda.Stream,
@@ -200,44 +160,24 @@ class CudaMover:
         after: Iterable[Mark],
         *,
         to_device: bool,
-    ) -> Future[torch.cuda.Event]:
-        marks = list(after)
+    ) -> Mark:
+        self._order(stream, after)
+        method = self._method if self._pinned() else "loop"
+        with torch.cuda.stream(stream):
+            used = copy_records(sources, targets, record_bytes, to_device=to_device, device=self._device, method=method)
+        event = _record(stream)
+        _keep(self._in_flight, used, event)
+        return event
 
-        def run() -> torch.cuda.Event:
-            _thread.copies = True
-            if self._refused is not None:
-                raise self._refused
-            try:
-                with torch.cuda.device(self._device), torch.cuda.stream(stream):
-                    self._order(stream, map(_event, marks))
-                    method = self._method if self._pinned() else "loop"
-                    used = copy_records(
-                        sources, targets, record_bytes, to_device=to_device, device=self._device, method=method
-                    )
-                    event = _record(stream)
-            except Exception as error:
-                self._refused = error
-                raise
-            _keep(self._in_flight_here, used, event)
-            return event
-
-        self._last = self._thread.submit(run)
-        return self._last
-
-    def _order(self, stream: torch.cuda.Stream, events: Iterable[torch.cuda.Event | None]) -> None:
-        for event in events:
-            if event is not None:
-                stream.wait_event(event)
+    def _order(self, stream: torch.cuda.Stream, marks: Iterable[Mark]) -> None:
+        for mark in marks:
+            if mark is not None:
+                stream.wait_event(mark)
 
     def _count_waits(self) -> None:
         while self._waits and self._waits[0][1].query():
             before, behind = self._waits.popleft()
             self._waited_ms += before.elapsed_time(behind)
-
-
-def _event(mark: Mark) -> torch.cuda.Event | None:
-    """Raises: RuntimeError: the copy was refused."""
-    return mark.result() if isinstance(mark, Future) else mark
 
 
 def _record(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from oomb_accel.bench import figures
-from oomb_accel.cli import bench, main
+from oomb_accel.cli import bench_attention, main
 from oomb_kernels.page_tiles import Kernel
 from tests.bench.sizes import TINY
 
@@ -66,17 +66,29 @@ def test_tuning_on_a_gpu(tmp_path: Path) -> None:
     assert all(result["ms"] or not result["is_chosen"] for result in results)
 
 
+def test_a_benchmark_is_named_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 2 and main(["bench", "--quick", "attention"]) == 2
+    assert "oomb bench attention or oomb bench step" in capsys.readouterr().err
+    assert main(["bench", "--help"]) == 0
+    assert "attention  " in capsys.readouterr().out
+
+
 def test_page_gradients_are_fp32_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    read = bench._parser().parse_args
-    assert read(["attention"]).page_grad_dtype == ["float32"]
-    assert read(["attention", "--page-grad-dtype", "float32", "bfloat16"]).page_grad_dtype == ["float32", "bfloat16"]
+    read = bench_attention._parser().parse_args
+    assert read([]).page_grad_dtype == ["float32"]
+    assert read(["--page-grad-dtype", "float32", "bfloat16"]).page_grad_dtype == ["float32", "bfloat16"]
     with pytest.raises(ValueError, match="bfloat16"):
-        read(["attention", "--page-grad-dtype", "float16"])
-    plain = bench._plain(replace(TINY, page_grad_dtypes=(torch.bfloat16,)))
+        read(["--page-grad-dtype", "float16"])
+    plain = bench_attention._plain(replace(TINY, page_grad_dtypes=(torch.bfloat16,)))
     assert json.loads(json.dumps(plain))["page_grad_dtypes"] == ["torch.bfloat16"]
 
 
 def test_full_sizes_are_those_of_the_documented_table() -> None:
     """What is printed in docs/benchmarks.md is what the command does without options."""
-    assert bench._FULL["top_k"] == [16, 32, 64] and bench._FULL["past"] == [2**17, 2**18, 2**19, 2**20]
+    assert bench_attention._FULL["top_k"] == [16, 32, 64] and bench_attention._FULL["past"] == [
+        2**17,
+        2**18,
+        2**19,
+        2**20,
+    ]
     assert figures.FLOOR_FLOPS_PER_SECOND == 700e12

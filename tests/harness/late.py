@@ -101,12 +101,6 @@ class LateMover(PageMover):
     def guard(self, storage: Tensor) -> None:
         self._storages.append(storage)  # what nobody waited for may be copied after the stream is gone
 
-    def flush(self) -> None:
-        return None
-
-    def afterwards(self, action: Callable[[], None]) -> None:
-        action()
-
     def _copy(
         self,
         stream: deque[Work],

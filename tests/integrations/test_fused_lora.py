@@ -47,15 +47,20 @@ def outcome(model: nn.Module, x: Tensor, dout: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, wanted, dout)]
 
 
-def num_fused(out: Tensor) -> int:
-    """Fused layers in the graph of a result."""
-    nodes, seen = [out.grad_fn], set()
+def nodes_of(*outs: Tensor) -> list[str]:
+    """Names of the nodes in the graph of results."""
+    nodes, seen = [out.grad_fn for out in outs], set()
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
-    return sum("FusedLinear" in type(node).__name__ for node in seen)
+    return [type(node).__name__ for node in seen]
+
+
+def num_fused(out: Tensor) -> int:
+    """Fused layers in the graph of a result."""
+    return sum("FusedLinear" in name for name in nodes_of(out))
 
 
 @pytest.mark.parametrize("x_needs_grad", [True, False])
@@ -89,6 +94,15 @@ def test_under_autocast_it_is_at_least_as_exact() -> None:
     for peft, ours, truth in zip(*sides, wanted, strict=True):
         assert ours.dtype == peft.dtype
         assert (ours.double() - truth).norm() <= 1.1 * (peft.double() - truth).norm() + 1e-12
+
+
+def test_autocast_leaves_fp64_alone() -> None:
+    model = adapted()
+    x = torch.randn(3, 24, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(x)
+        with fused_lora(lora_layers(model)):
+            torch.testing.assert_close(model(x), wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_plain_lora_is_fused_and_nothing_stays_behind() -> None:
