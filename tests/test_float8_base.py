@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import oomb_accel
 from oomb_accel import OombConfig
-from oomb_accel.integrations import float8_base, float8_checks
+from oomb_accel.integrations import float8_base, float8_checks, fused_lora
 from oomb_accel.integrations.attachment import attachment_of
 from oomb_kernels import quantize_rows
 from tests.harness.batches import Layout, documents_of, packed, padded
@@ -144,6 +144,8 @@ def test_nothing_stays_behind_and_other_calls_are_plain() -> None:
         model(**layout.batch).loss.backward()
         copies = attachment_of(model).float8_base
         assert copies is not None and copies.num_layers == 21
+        numbers = sum(layer.weight.numel() for layer in copies.layers)
+        assert 2 * numbers < copies.num_bytes < 2.3 * numbers
         assert forwards(model) == []
         with torch.no_grad():
             assert_same_bits(model(ids).logits, before)
@@ -169,6 +171,18 @@ def test_an_input_is_quantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(seen) == 3 * (2 * 7 + 4 + 7) - 3, "nobody wants the gradient of the embeddings"
         model(**layout.batch)
         assert len(seen) == 3 * (2 * 7 + 4 + 7 + 4) - 3, "copies are made once"
+
+
+def test_adapters_stay_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[object] = []
+
+    def counted(*args: Any) -> None:
+        used.append(args[-1])
+        float8_base.base_product(*args)
+
+    monkeypatch.setattr(fused_lora, "base_product", counted)
+    chunked(lora(), padded(documents_of(30)), float8(chunk_tokens=64))
+    assert len(used) == 21 and all(isinstance(weight, float8_base.Float8Weight) for weight in used)
 
 
 def test_an_input_that_was_changed_is_another() -> None:

@@ -107,7 +107,7 @@ def base_input_gradient(
 
 
 class Float8Forward:
-    """The forward of a frozen linear layer inside of passes; the layer's own wherever it is not frozen any more."""
+    """The forward of a frozen linear layer inside of passes."""
 
     def __init__(self, layer: nn.Linear, weight: Float8Weight) -> None:
         self._layer = layer
@@ -207,6 +207,16 @@ class Float8Base:
     def num_layers(self) -> int:
         """Linear layers that run in 8 bits."""
         return len(self._copies)
+
+    def tensors(self) -> list[Tensor]:
+        """The copies and their scales."""
+        weights = (weight for _, weight in self._copies.values())
+        return [part for w in weights for part in (w.weight_OI, w.scales_O1, w.weight_IO, w.scales_I1)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of them."""
+        return sum(part.numel() * part.element_size() for part in self.tensors())
 
     @property
     def widths(self) -> set[int]:

@@ -60,8 +60,9 @@ class _ModelMemory:
         if not self._parameters:
             model = self._state.model
             frozen = [p for p in model.parameters() if not p.requires_grad]
+            copies = () if self._state.float8_base is None else self._state.float8_base.tensors()
             self._parameters = {
-                "weights": _num_bytes([*_parts(frozen), *model.buffers()], place),
+                "weights": _num_bytes([*_parts(frozen), *model.buffers(), *copies], place),
                 "trained": _num_bytes(_parts(self._trained), place),
             }
         if not self._optimizer_bytes:  # it comes into being with the first update

@@ -50,6 +50,8 @@ class Shortage:
     host: Mapping[str, int]
     """Host memory for pages: ``used``, ``limit`` and ``spare``, which is what they could still take."""
     config: OombConfig
+    float8_base: int = 0
+    """Of frozen weights in 8 bits."""
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -126,6 +128,8 @@ def _savings(shortage: Shortage, missing: int) -> dict[str, int]:
     config, savings = shortage.config, {}
     if shortage.kept.get("kept_outputs"):
         savings["keep_outputs=False"] = shortage.kept["kept_outputs"]
+    if shortage.float8_base:
+        savings["base_dtype='model'"] = shortage.float8_base
     on_device = sum(shortage.planned.values())
     fewer = max(shortage.least, on_device - missing)
     if fewer < on_device and shortage.whole - fewer <= shortage.host["spare"] + shortage.host["used"]:

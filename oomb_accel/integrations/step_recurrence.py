@@ -97,6 +97,7 @@ class StepRecurrence(ChunkRecurrence):
             longest_chunk=longest,
             host={"used": used, "limit": limit, "spare": min(spare, limit - used)},
             config=state.settled,
+            float8_base=0 if state.float8_base is None else state.float8_base.num_bytes,
         )
 
 

@@ -191,6 +191,13 @@ def test_pipelines_and_missing_models_are_refused() -> None:
         oomb_accel.deepspeed.initialize(model=nn.Linear(2, 2), config=deepspeed_config(2, BLOCK))
 
 
+def test_base_weights_in_8_bits_are_refused_under_zero_3() -> None:
+    """Before the self-test and everything else that takes time."""
+    config = deepspeed_config(3, {**BLOCK, "base_dtype": "float8"})
+    with pytest.raises(ValueError, match=r"ZeRO 3 holds weights in parts.*\n.*\n.*ZeRO 2"):
+        oomb_accel.deepspeed.initialize(model=tiny_model(), config=config)
+
+
 def test_reentrant_checkpointing_is_refused() -> None:
     model = tiny_model()
     model.gradient_checkpointing_enable({"use_reentrant": True})

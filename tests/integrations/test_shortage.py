@@ -74,6 +74,11 @@ def test_numbers_of_the_device() -> None:
     assert "expandable_segments" not in measured
 
 
+def test_weights_in_8_bits_are_offered_where_they_are_enough() -> None:
+    assert "Set base_dtype='model' or device_pages_gib=38.6" in remedy_of(shortage(float8_base=12 * GIB))
+    assert "base_dtype" not in remedy_of(shortage(float8_base=GIB))
+
+
 def test_each_setting_offered_frees_what_was_missing() -> None:
     """3 GiB were asked for and 1 was free; a hundredth of the device is added to what is missing: 3.4 GiB."""
     text = remedy_of(shortage())

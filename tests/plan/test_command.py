@@ -52,6 +52,13 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Any line of these makes it fit:" in text and "page_dtype: float8" in text
 
 
+def test_base_weights_in_8_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "qwen2.5-7b --length 64K --base_dtype float8")
+    assert code == 0 and "base weights in float8" in text and "weights in 8 bits" in text
+    assert run(capsys, "qwen2.5-7b --length 64K --base_dtype float8 --full")[0] == 2
+    assert "base weights in float8" not in run(capsys, "qwen2.5-7b --length 64K")[1]
+
+
 def test_other_gpus_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     _, text = run(capsys, "qwen2.5-0.5b --gpu a100 --gpu_gib 40")
     assert "GPU memory, GiB of 40.0" in text and "Rates are scaled" in text and "not measured on it" in text
