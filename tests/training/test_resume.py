@@ -218,6 +218,10 @@ def test_frozen_weights_are_not_saved(whole_run: Settings) -> None:
         ({"data_path": "other"}, ["another data", "rows.jsonl"]),
         ({"model_name_or_path": "other"}, ["another model", "model_name_or_path: "]),
         ({"seed": 1}, ["another seed", "seed: 42"]),
+        (
+            {"oomb": {"chunk_tokens": 64, "page_tokens": 8, "attention": "sparse", "top_k": 2}},
+            ["another oomb.attention", "Set oomb.attention: dense to go on", "oomb merge "],
+        ),
         ({"gradient_accumulation_steps": 3}, ["2 documents per step, this run 3", "gradient_accumulation_steps: 2"]),
         ({"per_device_train_batch_size": 3}, ["that divide 2"]),
         ({"max_steps": 4}, ["nothing left to train", "step 4 of 4", "max_steps=6"]),
