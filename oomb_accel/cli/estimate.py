@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oomb_accel.cli.estimate_tables import estimate_report
-from oomb_accel.cli.options import Parser, number
+from oomb_accel.cli.options import Parser, num_tokens, number, tokens_of
 from oomb_accel.config import OombConfig
 from oomb_accel.plan import (
     GPUS,
@@ -34,7 +33,6 @@ from oomb_accel.training import Recipe
 
 _SWITCH: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
 _MOST_TOKENS = 10**12
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -154,14 +152,13 @@ def token_count(text: str) -> int:
     Raises:
         ValueError: something else, or less than two.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KM]?)", text.strip().upper().replace(",", "").replace("_", ""))
-    count = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if not 2 <= round(min(count, _MOST_TOKENS + 1)) <= _MOST_TOKENS:
+    count = tokens_of(text)
+    if count is None or not 2 <= count <= _MOST_TOKENS:
         raise ValueError(
             f"{shown(text)} is no number of tokens.\n  A document has at least two tokens, and at most 10^12.\n"
             "  Write 131072, 128K or 1M (K is 1,024, M is 1,048,576)."
         )
-    return round(count)
+    return count
 
 
 def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[str, Any] | None) -> Job:
@@ -262,7 +259,7 @@ def _parser() -> Parser:
     settings.add_argument("--top_k", type=int)
     settings.add_argument("--page_budget", type=int)
     settings.add_argument("--chunk_tokens", help='default 8192; "auto" takes the best that fits')
-    settings.add_argument("--page_tokens", type=int)
+    settings.add_argument("--page_tokens", type=num_tokens)
     settings.add_argument("--page_dtype", choices=["model", "float8"])
     settings.add_argument("--page_grad_dtype", choices=["float32", "bfloat16", "auto"])
     settings.add_argument("--keep_outputs", choices=list(_SWITCH))

@@ -36,7 +36,7 @@ def test_train_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> N
     for words in (
         "--lora_r: a whole number (default: 16)",
         "Rank of the LoRA adapters",
-        "--oomb.chunk_tokens: a whole number or 'auto' (default: 8192)",
+        "--oomb.chunk_tokens: a whole number or 'auto' (of tokens: 131072 or 128K) (default: 8192)",
     ):
         assert words in text
 
