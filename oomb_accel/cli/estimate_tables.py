@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from oomb_accel.columns import folded
 from oomb_accel.plan import Estimate, Job, Suggestion, estimate
 from oomb_accel.plan.sizes import GIB
 
@@ -53,7 +54,7 @@ def estimate_report(
     if price is not None:
         lines.append(f"  {'cost of a million tokens':<{_WIDTH}}{found.cost_per_million_tokens(price):>11,.3f}")
     lines += ["", *_verdict(found, longest, changes), "", *_notes(found, longest)]
-    return "\n".join(lines)
+    return folded("\n".join(lines))
 
 
 def _head(job: Job) -> list[str]:
@@ -83,17 +84,24 @@ def _verdict(found: Estimate, longest: int | None, changes: Sequence[Suggestion]
     lines = ["It fits." if found.fits else f"It does not fit. {found.refusal}"]
     if changes:
         lines += ["", "Any line of these makes it fit:"]
-        lines += [
-            f"  {s.change:<{_WIDTH}} {s.estimate.memory.device_bytes / GIB:>7,.1f} GiB on the GPU, "
-            f"{s.estimate.memory.host_bytes / GIB:,.1f} GiB on the host, {s.estimate.time.seconds:,.1f} s a step"
-            for s in changes
-        ]
+        lines += [line for suggestion in changes for line in _change(suggestion)]
     elif not found.fits:
         lines.append("No change of these settings makes it fit.")
     if longest is None:
         return lines
     what = f"The longest document that fits with these settings: {longest:,} tokens."
     return [*lines, what if longest else "With these settings no document fits, however short."]
+
+
+def _change(suggestion: Suggestion) -> list[str]:
+    """Its figures stand beside it, or below where it is long."""
+    memory, seconds = suggestion.estimate.memory, suggestion.estimate.time.seconds
+    figures = (
+        f"{memory.device_bytes / GIB:>7,.1f} GiB on the GPU, {memory.host_bytes / GIB:,.1f} GiB on the host, "
+        f"{seconds:,.{0 if seconds >= 1000 else 1}f} s a step"
+    )
+    beside = len(suggestion.change) <= _WIDTH
+    return [f"  {suggestion.change:<{_WIDTH}} {figures}"] if beside else [f"  {suggestion.change}", f"{'':37}{figures}"]
 
 
 def _notes(found: Estimate, longest: int | None) -> list[str]:

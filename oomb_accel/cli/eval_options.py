@@ -63,7 +63,7 @@ def _parser() -> Parser:
     add("--max_documents", help="use the first so many documents; all if left out")
     add(
         "--contexts",
-        help="context lengths, such as 0,4K,all (K is 1,024); if left out 0, 512, four times as many, and so on to the whole",
+        help="context lengths, such as 0,4K,all; if left out 0, 512, four times as many, and so on to the whole",
     )
     add("--last_tokens", "512", help="context: tokens that are scored (512)")
     add("--depths", DEPTHS, help=f"facts: where they stand, in percent of the document ({DEPTHS.replace('%', '%%')})")

@@ -52,6 +52,22 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Any line of these makes it fit:" in text and "page_dtype: float8" in text
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "qwen2.5-7b --length 2M --attention sparse --page_grad_dtype bfloat16",
+        "qwen3-8b --length 2M",
+        "qwen2.5-7b --length 512K --attention sparse --chunk_tokens auto --page_grad_dtype auto",
+        "qwen2.5-72b --length 128K --gpus 8 --zero 3 --host_gib 560",
+        "qwen2.5-72b --length 128K --gpus 8 --zero 3 --host_gib 560 --chunk_tokens auto",
+        "qwen2.5-0.5b --gpu a100 --gpu_gib 40",
+    ],
+)
+def test_no_line_is_wider_than_100(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    _, text = run(capsys, words)
+    assert [line for line in text.splitlines() if len(line) > 100] == []
+
+
 def test_other_gpus_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     _, text = run(capsys, "qwen2.5-0.5b --gpu a100 --gpu_gib 40")
     assert "GPU memory, GiB of 40.0" in text and "Rates are scaled" in text and "not measured on it" in text
