@@ -133,6 +133,7 @@ def _defaults(config: OombConfig) -> dict[str, Any]:
         "keep_outputs": words[config.keep_outputs],
         "offload": words[config.offload],
         "device_pages_gib": None if config.device_pages_gib == "auto" else config.device_pages_gib,
+        "host_memory_gib": None if config.host_memory_gib == "auto" else config.host_memory_gib,
     }
 
 
@@ -181,6 +182,7 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
         "keep_outputs": _SWITCH[options.keep_outputs],
         "offload": _SWITCH[options.offload],
         "device_pages_bytes": None if options.device_pages_gib is None else int(options.device_pages_gib * GIB),
+        "host_memory_bytes": None if options.host_memory_gib is None else int(options.host_memory_gib * GIB),
     }
     dtypes = dtypes_of(
         options.torch_dtype, lora_r=lora_r, zero_stage=zero_stage, mixed_precision=options.mixed_precision
@@ -266,6 +268,11 @@ def _parser() -> Parser:
     settings.add_argument("--offload", choices=list(_SWITCH))
     settings.add_argument(
         "--device_pages_gib", type=number(0, above=True), help="most GPU memory for pages; what is free if left out"
+    )
+    settings.add_argument(
+        "--host_memory_gib",
+        type=number(0, above=True),
+        help="most host memory that each process pins for pages; its share of the host if left out",
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", default="h200", help=f"one of {', '.join(GPUS)}; default h200")

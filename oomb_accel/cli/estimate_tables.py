@@ -43,6 +43,7 @@ def estimate_report(
         f"Host memory of {'the' if job.num_gpus == 1 else 'each'} process, GiB",
         *_table({f"{name}, pinned": size for name, size in memory.pinned.items()} | memory.pageable, GIB),
         _row("all", memory.host_bytes / GIB),
+        *([_row("and up to, where there is room", memory.host_most_bytes / GIB)] if memory.plan.offloads else []),
         "",
         "Time of a step, s",
         *_table(time.parts, 1),

@@ -69,6 +69,7 @@ class Estimate:
             "device_bytes": memory.device | {"total": memory.device_bytes, "available": self.job.gpu.memory_bytes},
             "pinned_bytes": dict(memory.pinned),
             "pageable_bytes": dict(memory.pageable),
+            "host_most_bytes": memory.host_most_bytes,
             "kept_chunks": len(memory.kept),
             "seconds": time.parts | {"total": time.seconds},
             "up_bytes": round(time.up_bytes),
@@ -203,6 +204,8 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
         yield "attention: sparse", replace(job, attention="sparse")
     if job.offload is False:
         yield "offload: auto", replace(job, offload="auto")
+    if job.host_memory_bytes is not None:
+        yield "host_memory_gib: auto", replace(job, host_memory_bytes=None)
     if not job.lora_r:
         yield "lora_r: 16", replace(job, lora_r=16, weights_dtype="bfloat16")
     if not job.lora_r and not job.zero_offload:

@@ -12,6 +12,7 @@ import pytest
 
 from oomb_accel.cli import main
 from oomb_accel.cli.estimate import token_count
+from oomb_accel.plan.sizes import GIB
 
 
 def run(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str]:
@@ -66,6 +67,23 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_line_is_wider_than_100(capsys: pytest.CaptureFixture[str], words: str) -> None:
     _, text = run(capsys, words)
     assert [line for line in text.splitlines() if len(line) > 100] == []
+
+
+def test_host_memory_has_a_least_and_a_most(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The most is what may be pinned, in a recipe too; a limit below the least is refused, and is among the changes."""
+    words = "qwen2.5-7b --length 512K --attention sparse --page_grad_dtype bfloat16 --device_pages_gib 8"
+    found = report(capsys, f"{words} --host_memory_gib 46")
+    least = found["pinned_bytes"]["K, V and page gradients"]
+    assert least < 46 * GIB == found["host_most_bytes"] - found["pageable_bytes"]["process"]
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "model_name_or_path: qwen2.5-7b\nmax_length: 512K\noomb: {attention: sparse, page_grad_dtype: bfloat16, "
+        "device_pages_gib: 8, host_memory_gib: 20}\n"
+    )
+    code, text = run(capsys, str(recipe))
+    assert code == 1 and "20.0 GiB may be used" in text and "  host_memory_gib: auto " in text
+    _, text = run(capsys, f"{recipe} --host_memory_gib 60")
+    assert "It fits" in text and "and up to, where there is room" in text
 
 
 def test_other_gpus_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
