@@ -71,7 +71,7 @@ def test_no_line_is_wider_than_100(capsys: pytest.CaptureFixture[str], words: st
 
 def test_host_memory_has_a_least_and_a_most(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The most is what may be pinned, in a recipe too; a limit below the least is refused, and is among the changes."""
-    words = "qwen2.5-7b --length 512K --attention sparse --page_grad_dtype bfloat16 --device_pages_gib 8"
+    words = "qwen2.5-7b --length 512K --attention sparse --top_k 16 --page_grad_dtype bfloat16 --device_pages_gib 8"
     found = report(capsys, f"{words} --host_memory_gib 46")
     least = found["pinned_bytes"]["K, V and page gradients"]
     assert least < 46 * GIB == found["host_most_bytes"] - found["pageable_bytes"]["process"]
