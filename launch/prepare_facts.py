@@ -27,7 +27,8 @@ DEPTHS = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
 def main() -> int:
     options = parse()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    ids = [token for text in load_texts(options.model, [options.text], tokenizer) for token in text.ids.tolist()]
+    texts, _ = load_texts(options.model, [options.text], tokenizer)
+    ids = [token for text in texts for token in text.ids.tolist()]
     pieces = [ids[start : start + options.tokens] for start in range(0, len(ids), options.tokens)]
     wanted = options.documents + options.held_out
     if len(pieces) < wanted or len(pieces[wanted - 1]) < options.tokens:

@@ -75,6 +75,12 @@ def _parser() -> Parser:
     )
     add("--first_bucket", "512", help="position: tokens of the first bucket (512)")
     add("--text_field", "text", help="name of the text in the rows of a .jsonl file (text)")
+    add(
+        "--folder_as",
+        "auto",
+        choices=["auto", "document", "files"],
+        help="what a folder is: one document, or its files one by one; auto is files where all are tables such as .jsonl",
+    )
     add("--seed", 0, type=int, help="of facts, order of questions and bootstrap (0)")
     add(
         "--dtype",

@@ -12,7 +12,7 @@ from oomb_accel.reading import shown
 from oomb_accel.setting_text import value_of_text, with_unit
 
 WITHOUT_RECIPE = {
-    **{"data_split": "", "data_include": "", "data_cache": "OOMB_CACHE"},
+    **{"data_split": "", "data_include": "", "folder_as": "", "data_cache": "OOMB_CACHE"},
     "trust_remote_code": "--trust_remote_code",
 }
 """What commands that read data and models take for settings of a recipe; see `oomb_accel.spelling.settings_called`."""
