@@ -83,7 +83,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     check_texts(subject, texts, *_longest_pass(options, texts, planted))
     with tables_beside(options.json):
-        print(folded("\n".join([head := _describe(options, subject, texts, rope), *(f"note: {n}" for n in notes)])))
+        print(head := _describe(options, subject, texts, rope))
+        for note in notes:
+            print(folded(f"note: {note}"))
         started = time.perf_counter()
         figures = _measure(options, subject, texts, planted, contexts)
         seconds = time.perf_counter() - started

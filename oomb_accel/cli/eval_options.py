@@ -79,7 +79,7 @@ def _parser() -> Parser:
         "--folder_as",
         "auto",
         choices=["auto", "document", "files"],
-        help="what a folder is: one document, or its files one by one; auto is files where all are tables such as .jsonl",
+        help="what a folder is: one document, or its files one by one; auto is files where all are .jsonl and the like",
     )
     add("--seed", 0, type=int, help="of facts, order of questions and bootstrap (0)")
     add(
