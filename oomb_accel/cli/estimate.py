@@ -44,9 +44,11 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: an unknown model, GPU or option, or a value that is not allowed.
     """
     options, config, rope = _options(arguments)
+    options.distinct_run, options.distinct = _distinct(options.distinct)
     job = _job(options, config, rope)
     _check_typed(options, _names(arguments))
     job, reasons = _chosen(job, options)
+    reasons = (*_where_distinct_is_from(options), *reasons)
     found = estimate(job)
     changes = [] if found.fits else suggestions(job)
     longest = largest_tokens(job)
@@ -162,6 +164,35 @@ def token_count(text: str) -> int:
     return count
 
 
+def _distinct(text: str | None) -> tuple[str | None, float | None]:
+    """The run that was named, and the share of distinct pages: a number, or the mean over the steps of that run.
+
+    Raises:
+        ValueError: there is no such run, or it did not select pages.
+    """
+    if text is None:
+        return None, None
+    try:
+        return None, float(text)
+    except ValueError:
+        pass
+    from oomb_accel.cli.report_data import METRICS, read_run
+
+    steps = read_run(Path(text)).metrics
+    shares = [float(row["distinct_share"]) for row in steps if "distinct_share" in row]
+    if not shares:
+        raise ValueError(
+            f"The run in {text!r} does not say how many distinct pages its lists named.\n"
+            f"  {METRICS} has {len(steps)} step(s), none of them with distinct_share.\n"
+            "  Give a run with sparse attention on documents longer than its lists reach, or a number such as 0.25."
+        )
+    return text, sum(shares) / len(shares)
+
+
+def _where_distinct_is_from(options: argparse.Namespace) -> tuple[str, ...]:
+    return () if options.distinct_run is None else (f"distinct={options.distinct:.3g}, as in {options.distinct_run}",)
+
+
 def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[str, Any] | None) -> Job:
     model = read_shape(options.model, rope_parameters)
     gpu = gpu_named(options.gpu)
@@ -221,7 +252,7 @@ def _check_range(options: argparse.Namespace, chunk_tokens: int) -> None:
             raise ValueError(f"--{name} is too small.\n  Got {value}.\n  Use {smallest} or more.")
         if isinstance(value, int) and value > _MOST_TOKENS:
             raise ValueError(f"--{name} is too large.\n  Got {shown(value)}.\n  Use {_MOST_TOKENS} or less.")
-    if options.distinct is not None and options.distinct > 1:
+    if options.distinct is not None and not options.distinct <= 1:
         raise ValueError(f"--distinct is a share.\n  Got {options.distinct}.\n  Use 0.25, for example.")
     if options.page_budget is not None and options.page_budget < options.top_k:
         raise ValueError(
@@ -285,9 +316,9 @@ def _parser() -> Parser:
     machine.add_argument("--price", type=number(0), help="of one GPU for an hour, for the cost")
     machine.add_argument(
         "--distinct",
-        type=float,
-        help="distinct pages that a chunk's lists name, as a share of the most they could. "
-        "If left out, what lists at random come to: more than on real text",
+        metavar="SHARE|RUN",
+        help="distinct pages that a chunk's lists name, as a share of the most they could; or the output_dir of a run "
+        "on such text, which has logged it. If left out, what lists at random come to: more than on real text",
     )
     parser.add_argument("--json", action="store_true", help="everything as JSON; bytes and seconds")
     return parser

@@ -116,7 +116,8 @@ def _notes(found: Estimate, longest: int | None) -> list[str]:
         text = estimate(replace(job, distinct=_DISTINCT_OF_TEXT)).time.seconds
         notes.append(
             "Page lists are taken as random, which is the worst case. Where they concentrate as on source code "
-            f"(--distinct {_DISTINCT_OF_TEXT}), a step takes {text:,.0f} s."
+            f"(--distinct {_DISTINCT_OF_TEXT}), a step takes {text:,.0f} s. A run on your text logs its own share: "
+            "--distinct OUTPUT_DIR."
         )
     trained = job.model.trained_tokens
     if trained is not None and max(job.tokens, longest or 0) > trained:

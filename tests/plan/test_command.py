@@ -86,6 +86,22 @@ def test_host_memory_has_a_least_and_a_most(capsys: pytest.CaptureFixture[str], 
     assert "It fits" in text and "and up to, where there is room" in text
 
 
+def test_distinct_pages_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = [{"step": n, "distinct_share": share} for n, share in enumerate((0.1, 0.2, None), 1)]
+    fields = {"loss": 1, "grad_norm": 1, "tokens": 9, "tokens_per_second": 1, "seconds": 1, "host_gib": 1}
+    lines = [json.dumps({k: v for k, v in row.items() if v is not None} | fields) for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    words = "qwen2.5-7b --length 2M --attention sparse --top_k 16 --page_grad_dtype bfloat16"
+    by_run = report(capsys, f"{words} --distinct {tmp_path}")
+    assert by_run["seconds"] == report(capsys, f"{words} --distinct 0.15")["seconds"]
+    assert by_run["chosen"] == [f"distinct=0.15, as in {tmp_path}"]
+    (tmp_path / "metrics.jsonl").write_text(lines[-1] + "\n")
+    code, text = run(capsys, f"{words} --distinct {tmp_path}")
+    assert code == 2 and "1 step(s), none of them with distinct_share" in text
+    code, text = run(capsys, f"{words} --distinct nowhere")
+    assert code == 2 and "There is no folder 'nowhere'" in text
+
+
 def test_other_gpus_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     _, text = run(capsys, "qwen2.5-0.5b --gpu a100 --gpu_gib 40")
     assert "GPU memory, GiB of 40.0" in text and "Rates are scaled" in text and "not measured on it" in text
