@@ -70,7 +70,8 @@ def run_guarded(command: Callable[[], int], name: str, *, debug: bool = False) -
     try:
         return command()
     except KeyboardInterrupt as stop:
-        print(f"{name}: interrupted", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # of several processes one says it
+            print(f"{name}: interrupted", file=sys.stderr)
         return int(getattr(stop, "exit_code", INTERRUPTED))
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

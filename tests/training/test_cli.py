@@ -127,3 +127,15 @@ def test_other_ways_to_start(script: str, monkeypatch: pytest.MonkeyPatch, capsy
         start(script if script == "oomb_accel" else str(ROOT / script), run_name="__main__")
     assert caught.value.code == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_one_of_several_processes_says_that_it_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop() -> int:
+        raise KeyboardInterrupt
+
+    for rank, said in (("0", "oomb x: interrupted\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert run_guarded(stop, "oomb x") == 130
+        assert capsys.readouterr().err == said
