@@ -279,3 +279,15 @@ def _with_other_weights(model: Path, folder: Path) -> Path:
     changed.model.norm.weight.data[3] += 0.5
     changed.save_pretrained(folder)
     return folder
+
+
+def test_another_chunk_with_sparse_attention_is_no_small_change(
+    rows: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = {"page_tokens": 8, "attention": "sparse", "top_k": 2}
+    rows |= {"lora_dropout": 0.0, "max_steps": 3, "oomb": {**block, "chunk_tokens": 64}}
+    train(recipe_of(rows | {"output_dir": str(tmp_path / "whole")}))
+    assert "what a token sees" not in capsys.readouterr().out
+    again = rows | {"oomb": {**block, "chunk_tokens": 32}}
+    train(recipe_of(again | {"resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2")}))
+    assert "also changes what a token sees" in capsys.readouterr().out
