@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
+from oomb_accel.cli.options import num_tokens
 from oomb_accel.evaluation.planting import plant, training_row
 from oomb_accel.evaluation.subject import load_texts
 
@@ -27,7 +28,8 @@ DEPTHS = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
 def main() -> int:
     options = parse()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    ids = [token for text in load_texts(options.model, [options.text], tokenizer) for token in text.ids.tolist()]
+    texts, _ = load_texts(options.model, [options.text], tokenizer)
+    ids = [token for text in texts for token in text.ids.tolist()]
     pieces = [ids[start : start + options.tokens] for start in range(0, len(ids), options.tokens)]
     wanted = options.documents + options.held_out
     if len(pieces) < wanted or len(pieces[wanted - 1]) < options.tokens:
@@ -46,10 +48,10 @@ def main() -> int:
                 lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
                 num_tokens=options.tokens,
                 depths=DEPTHS,
-                per_depth=1,
+                per_depth=options.facts_per_depth,
                 seed=[options.seed, 1, number],  # oomb eval plants with two numbers
             )
-            order = np.random.default_rng([options.seed, number]).permutation(len(DEPTHS))[: options.questions]
+            order = np.random.default_rng([options.seed, number]).permutation(len(planted.facts))[: options.questions]
             file.write(json.dumps(training_row(planted, order.tolist())) + "\n")
     print(f"{options.folder}: {options.documents} documents of {options.tokens:,} tokens, {options.held_out} held out")
     return 0
@@ -60,9 +62,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="demo/model", help="whose tokenizer is used")
     parser.add_argument("--text", default="demo/document.txt", help="a text file or a folder")
-    parser.add_argument("--tokens", type=int, default=1024, help="of each document")
+    parser.add_argument("--tokens", type=num_tokens, default=1024, help="of each document; 64K is 65536")
     parser.add_argument("--documents", type=int, default=8, help="for training")
     parser.add_argument("--held_out", type=int, default=2, help="documents")
+    parser.add_argument("--facts_per_depth", type=int, default=1, help=f"at each of {len(DEPTHS)} depths")
     parser.add_argument("--questions", type=int, default=4, help="at the end of each document")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Collection, Sequence
 
 
@@ -18,3 +20,16 @@ def aligned(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> s
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(cells, sides, widths, strict=True)).rstrip()
         for cells in rows
     )
+
+
+def folded(text: str, width: int = 100) -> str:
+    """The text with lines of at most so many characters. What is folded begins below the last column of its line,
+    behind two spaces or more, or two spaces further in than the line."""
+    return "\n".join(_folded_line(line, width) if len(line) > width else line for line in text.split("\n"))
+
+
+def _folded_line(line: str, width: int) -> str:
+    start = len(line) - len(line.lstrip())
+    columns = [gap.end() for gap in re.finditer(r"\S {2,}", line) if gap.end() < width // 2]
+    indent = " " * (columns[-1] if columns else start + 2)
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from oomb_accel.reading import shown
+from oomb_accel.setting_text import TOKEN_SETTINGS, with_unit
 
 Auto = Literal["auto"]
 SPARSE_SETTINGS = (
@@ -284,11 +285,13 @@ def checked_setting(name: str, value: Any) -> Any:
     """
     expected = _TYPES[name]
     options = typing.get_args(expected) if _is_union(expected) else (expected,)
+    value = with_unit(value) if name in TOKEN_SETTINGS else value
     value = tuple(value) if isinstance(value, list) else value
     value = float(value) if type(value) is int and float in options else value
     if any(_fits(value, option) for option in options):
         return value
     wanted = " or ".join(_spell(option) for option in options)
+    wanted += ", or 8K: K is 1,024 and M 1,048,576" if name in TOKEN_SETTINGS else ""
     raise ValueError(
         f"{name} has a value that is not allowed.\n  Got {name}={shown(plain_value(value))} ({type(value).__name__}).\n"
         f"  Allowed: {wanted}."

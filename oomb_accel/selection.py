@@ -70,11 +70,15 @@ class TouchedPages:
 
     Args:
         lists: all of one length.
+
+    Attributes:
+        could: the most candidates that the lists of one KV head could name.
     """
 
     def __init__(self, lists: PageLists) -> None:
         pages_GX = lists.pages_GBK.flatten(1)
         device, self._num_heads = pages_GX.device, pages_GX.shape[0]
+        self.could = min(lists.num_pages, pages_GX.shape[1])
         num_words = -(-lists.num_pages * self._num_heads // _WORD_BITS)
         named = torch.zeros(num_words * _WORD_BITS // 8, 8, dtype=torch.uint8, device=device)
         places_GX = pages_GX.long() * self._num_heads + torch.arange(self._num_heads, device=device)[:, None]
@@ -234,7 +238,7 @@ class PageSelector:
         touched = self._touched.pop(chunk.index, {})
         if self._tally is not None:
             for pages in touched.values():
-                self._tally.count(pages.distinct())
+                self._tally.count(pages.distinct(), pages.could)
 
     def _mass(
         self,

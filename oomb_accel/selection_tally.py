@@ -21,16 +21,22 @@ class SelectionTally:
 
     _num_counts: int = 0
     _sum: int = 0
+    _could: int = 0
     _most: int = 0
     _masses: deque[tuple[Tensor, Any]] = field(default_factory=deque)
     """On the host, and the event behind which they are there; None on the CPU."""
     _mass_sum: float = 0.0
     _num_masses: int = 0
 
-    def count(self, distinct_G: Any) -> None:
-        """Count the distinct pages that the lists of one chunk name in one layer, by KV head; None counts nothing."""
+    def count(self, distinct_G: Any, could: int) -> None:
+        """Count the distinct pages that the lists of one chunk name in one layer, by KV head; None counts nothing.
+
+        Args:
+            could: the most that the lists of one KV head could name.
+        """
         if distinct_G is not None:
             self._num_counts += len(distinct_G)
+            self._could += len(distinct_G) * could
             self._sum += int(distinct_G.sum())
             self._most = max(self._most, int(distinct_G.max()))
 
@@ -70,9 +76,10 @@ class SelectionTally:
         found: dict[str, float | int] = {}
         if self._num_counts:
             found = {"pages_selected": self._sum / self._num_counts, "pages_selected_most": self._most}
+            found["distinct_share"] = self._sum / self._could
         if self._num_masses:
             found["selected_mass"] = self._mass_sum / self._num_masses
-        self._num_counts = self._sum = self._most = self._num_masses = 0
+        self._num_counts = self._sum = self._could = self._most = self._num_masses = 0
         self._mass_sum = 0.0
         self._masses.clear()
         return found

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import types
 import typing
 from typing import Any, Literal
 
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _NOTHING = ("none", "null")
+TOKEN_SETTINGS = frozenset(("chunk_tokens", "page_tokens", "span_tokens", "max_length", "eval_last_tokens"))
+"""Settings, of recipes and of `OombConfig`, that are a number of tokens."""
+_UNITS = {"K": 1 << 10, "M": 1 << 20}
 _DIGITS = 1000
 """Python refuses to read numbers of some thousand digits."""
 
@@ -30,6 +34,14 @@ def value_of_text(text: str, hint: Any) -> Any:
         if not isinstance(value, str):
             return value
     return text
+
+
+def with_unit(value: Any) -> Any:
+    """``128K``, ``1.5m`` or ``1,024K`` as the whole number of tokens that it stands for: K is 1,024, M is 1,048,576.
+    Anything else as it is."""
+    text = value.strip().upper().replace(",", "").replace("_", "") if isinstance(value, str) else ""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)([KM])", text, re.ASCII)
+    return round(float(match[1]) * _UNITS[match[2]]) if match else value
 
 
 def whole_numbers(text: str) -> tuple[int, ...] | str:

@@ -19,6 +19,13 @@ def test_the_defaults_are_valid_and_survive_json() -> None:
     assert OombConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
+def test_numbers_of_tokens_with_a_unit() -> None:
+    config = OombConfig.from_dict({"chunk_tokens": "8K", "span_tokens": "0.5M"})
+    assert (config.chunk_tokens, config.span_tokens) == (8192, 1 << 19)
+    with pytest.raises(ValueError, match="top_k"):
+        OombConfig.from_dict({"attention": "sparse", "top_k": "1K"})
+
+
 def test_every_field_has_a_docstring() -> None:
     """The field docstrings are the manual, so none may be missing."""
     tree = ast.parse(inspect.getsource(OombConfig))

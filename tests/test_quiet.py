@@ -36,16 +36,22 @@ def say() -> None:
     log.warning("**** You are using ZeRO with an untested optimizer, proceed with caution *****")
     log.warning("Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.")
     log.warning("Loss scale is %d: gradients overflow", 1)
+    liger, failed = logging.getLogger("liger_kernel.backends.registry"), "Backend impl '%s' for op 'rope' could not"
+    liger.warning(failed, "liger_kernel.ops.backends._ascend.rope")
+    liger.warning(failed, "liger_kernel.ops.backends._triton.rope")
 
 
 def test_only_noise_is_hidden(heard: io.StringIO) -> None:
     say()
-    assert len(heard.getvalue().splitlines()) == 3
+    assert len(heard.getvalue().splitlines()) == 5
     heard.truncate(0)
     quiet.hide_noise()
     quiet.hide_noise()
     say()
-    assert heard.getvalue().strip("\0").splitlines() == ["Loss scale is 1: gradients overflow"]
+    assert heard.getvalue().strip("\0").splitlines() == [
+        "Loss scale is 1: gradients overflow",
+        "Backend impl 'liger_kernel.ops.backends._triton.rope' for op 'rope' could not",
+    ]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", append=True)
         for text in ("Setting `save_embedding_layers` to `True` as embedding layers found", "Something new"):

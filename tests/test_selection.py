@@ -291,6 +291,7 @@ def test_touched_pages_are_those_that_some_list_names(pages: int, blocks: int, t
     assert touched().dtype == np.int32
     distinct = touched.distinct()
     assert distinct is not None and distinct.tolist() == [len(g.unique()) for g in lists.pages_GBK]
+    assert touched.could == min(pages, blocks * min(top_k, pages)) >= distinct.max()
 
 
 def test_what_a_chunk_touches_is_told_until_it_is_released() -> None:

@@ -69,11 +69,13 @@ def test_nobody_waits_for_samples_on_their_way() -> None:
     sample(tally, 2)
     assert len(tally._masses) == 1
     tally._masses.append((torch.tensor(9.0), Copied()))
-    tally.count(np.array([2, 4]))
+    tally.count(np.array([2, 4]), 6)
+    tally.count(None, 6)
     wanted = np.mean([mass_of(0), 0.5, 0.125, mass_of(1), mass_of(2)])
     assert tally.take() == {
         "pages_selected": 3.0,
         "pages_selected_most": 4,
+        "distinct_share": 0.5,
         "selected_mass": pytest.approx(wanted, rel=1e-6),
     }
     assert tally.take() == {}

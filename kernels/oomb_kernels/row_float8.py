@@ -7,6 +7,7 @@ any dtype that a product is made in.
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -95,10 +96,17 @@ def float8_product(
         fast: let the tensor cores keep sums in their own narrower accumulators.
     """
     if out_MN.is_cuda and out_MN.dtype == torch.bfloat16:
+        missing = max(0, _MULTIPLE - len(a_MK))  # a single row is not supported: the last chunk may have no more
+        if missing:
+            a_MK = F.pad(a_MK.view(torch.uint8), (0, 0, 0, missing)).view(FLOAT8)
+            a_scales_M1 = F.pad(a_scales_M1, (0, 0, 0, missing))
+        made_MN = out_MN.new_empty(len(a_MK), len(b_NK)) if missing else out_MN
         torch._scaled_mm(
             a_MK, b_NK.t(), a_scales_M1, b_scales_N1.t(), bias_N, out_dtype=torch.bfloat16, use_fast_accum=fast,
-            out=out_MN,
+            out=made_MN,
         )  # fmt: skip
+        if missing:
+            out_MN.copy_(made_MN[: len(out_MN)])
     else:
         product_reference(a_MK, a_scales_M1, b_NK, b_scales_N1, bias_N, out_MN)
 

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from oomb_accel.cli.quiet import hide_noise, wants_everything
-from oomb_accel.columns import aligned
+from oomb_accel.columns import aligned, folded
 from oomb_accel.config import unknown_message
 from oomb_accel.reading import in_a_line
 from oomb_accel.writing import CannotWriteError
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     debug, words = _take_debug(list(sys.argv[1:] if arguments is None else arguments))
     if not words or words[0] in ("-h", "--help"):
-        print(_usage())
+        print(folded(_usage()))
         return OK if words else MISUSED
     if words[0] not in COMMANDS:
         print(f"oomb: {unknown_message('command', words[0], list(COMMANDS), 'on the command line')}", file=sys.stderr)
@@ -70,7 +70,8 @@ def run_guarded(command: Callable[[], int], name: str, *, debug: bool = False) -
     try:
         return command()
     except KeyboardInterrupt as stop:
-        print(f"{name}: interrupted", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # of several processes one says it
+            print(f"{name}: interrupted", file=sys.stderr)
         return int(getattr(stop, "exit_code", INTERRUPTED))
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,7 +15,7 @@ from oomb_accel.bench.timing import device_times
 from oomb_accel.bench.tune import tune, tuning_table
 from oomb_accel.cli import env
 from oomb_accel.cli.devices import has_nvidia_gpu, what_torch_sees
-from oomb_accel.cli.options import Parser
+from oomb_accel.cli.options import Parser, num_tokens
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.plan.sizes import parts_of
 
@@ -102,12 +102,12 @@ def _parser() -> Parser:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--group", type=int, default=7, help="query heads of a KV head")
-    parser.add_argument("--chunk-tokens", type=int, help="queries; default 8192")
-    parser.add_argument("--page-tokens", type=int, default=128)
+    parser.add_argument("--chunk-tokens", type=num_tokens, help="queries; default 8192")
+    parser.add_argument("--page-tokens", type=num_tokens, default=128)
     parser.add_argument("--q-block", type=int, default=128, choices=[64, 128])
     parser.add_argument("--top-k", type=int, nargs="+", help="pages of a list; default 16 32 64")
-    parser.add_argument("--past", type=int, nargs="+", help="tokens to choose from; default 131072 ... 1048576")
-    parser.add_argument("--span-tokens", type=int, help="keys of the dense call; default 32768")
+    parser.add_argument("--past", type=num_tokens, nargs="+", help="tokens to choose from; default 131072 ... 1048576")
+    parser.add_argument("--span-tokens", type=num_tokens, help="keys of the dense call; default 32768")
     parser.add_argument("--dtype", default="bfloat16", choices=list(_DTYPES))
     parser.add_argument(
         "--page-dtype",

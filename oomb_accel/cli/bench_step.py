@@ -26,7 +26,7 @@ from oomb_accel.bench.step import StepResult, StepSizes, bench_step
 from oomb_accel.bench.timing import device_times, host_times
 from oomb_accel.cli import env
 from oomb_accel.cli.devices import has_nvidia_gpu, what_torch_sees
-from oomb_accel.cli.options import Parser
+from oomb_accel.cli.options import Parser, num_tokens
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.config import unknown_message
 from oomb_accel.reading import shown
@@ -106,8 +106,8 @@ def _parser() -> Parser:
         "settings: more than 5 % below it is exit code 1.",
     )
     parser.add_argument("--shape", default="qwen2.5-7b", help=f"sizes of the model: {', '.join(SHAPES)}")
-    parser.add_argument("--tokens", type=int, help="of the document; default 65536")
-    parser.add_argument("--chunk_tokens", type=int, help="default 8192")
+    parser.add_argument("--tokens", type=num_tokens, help="of the document; default 65536")
+    parser.add_argument("--chunk_tokens", type=num_tokens, help="default 8192")
     parser.add_argument("--attention", default="sparse", choices=["sparse", "dense"])
     parser.add_argument("--top_k", type=int, help="selected pages of sparse attention; default 16")
     parser.add_argument("--steps", type=int, default=3, help="timed steps, of which the median counts; default 3")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oomb_accel.cli.options import Parser
+from oomb_accel.columns import folded
 from oomb_accel.spelling import settings_called
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: as reading a recipe and its data.
     """
     if "-h" in arguments or "--help" in arguments:
-        print(USAGE)
+        print(folded(USAGE))
         return 0
     parser = Parser(prog="oomb data", add_help=False)
     parser.add_argument("--model")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oomb_accel.cli.estimate_tables import estimate_report
-from oomb_accel.cli.options import Parser, number
+from oomb_accel.cli.options import Parser, num_tokens, number, tokens_of
 from oomb_accel.config import OombConfig
 from oomb_accel.plan import (
     GPUS,
@@ -34,7 +33,6 @@ from oomb_accel.training import Recipe
 
 _SWITCH: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
 _MOST_TOKENS = 10**12
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -46,9 +44,11 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: an unknown model, GPU or option, or a value that is not allowed.
     """
     options, config, rope = _options(arguments)
+    options.distinct_run, options.distinct = _distinct(options.distinct)
     job = _job(options, config, rope)
     _check_typed(options, _names(arguments))
     job, reasons = _chosen(job, options)
+    reasons = (*_where_distinct_is_from(options), *reasons)
     found = estimate(job)
     changes = [] if found.fits else suggestions(job)
     longest = largest_tokens(job)
@@ -135,6 +135,7 @@ def _defaults(config: OombConfig) -> dict[str, Any]:
         "keep_outputs": words[config.keep_outputs],
         "offload": words[config.offload],
         "device_pages_gib": None if config.device_pages_gib == "auto" else config.device_pages_gib,
+        "host_memory_gib": None if config.host_memory_gib == "auto" else config.host_memory_gib,
     }
 
 
@@ -154,14 +155,42 @@ def token_count(text: str) -> int:
     Raises:
         ValueError: something else, or less than two.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KM]?)", text.strip().upper().replace(",", "").replace("_", ""))
-    count = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if not 2 <= round(min(count, _MOST_TOKENS + 1)) <= _MOST_TOKENS:
+    count = tokens_of(text)
+    if count is None or not 2 <= count <= _MOST_TOKENS:
         raise ValueError(
             f"{shown(text)} is no number of tokens.\n  A document has at least two tokens, and at most 10^12.\n"
             "  Write 131072, 128K or 1M (K is 1,024, M is 1,048,576)."
         )
-    return round(count)
+    return count
+
+
+def _distinct(text: str | None) -> tuple[str | None, float | None]:
+    """The run that was named, and the share of distinct pages: a number, or the mean over the steps of that run.
+
+    Raises:
+        ValueError: there is no such run, or it did not select pages.
+    """
+    if text is None:
+        return None, None
+    try:
+        return None, float(text)
+    except ValueError:
+        pass
+    from oomb_accel.cli.report_data import METRICS, read_run
+
+    steps = read_run(Path(text)).metrics
+    shares = [float(row["distinct_share"]) for row in steps if "distinct_share" in row]
+    if not shares:
+        raise ValueError(
+            f"The run in {text!r} does not say how many distinct pages its lists named.\n"
+            f"  {METRICS} has {len(steps)} step(s), none of them with distinct_share.\n"
+            "  Give a run with sparse attention on documents longer than its lists reach, or a number such as 0.25."
+        )
+    return text, sum(shares) / len(shares)
+
+
+def _where_distinct_is_from(options: argparse.Namespace) -> tuple[str, ...]:
+    return () if options.distinct_run is None else (f"distinct={options.distinct:.3g}, as in {options.distinct_run}",)
 
 
 def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[str, Any] | None) -> Job:
@@ -185,6 +214,7 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
         "keep_outputs": _SWITCH[options.keep_outputs],
         "offload": _SWITCH[options.offload],
         "device_pages_bytes": None if options.device_pages_gib is None else int(options.device_pages_gib * GIB),
+        "host_memory_bytes": None if options.host_memory_gib is None else int(options.host_memory_gib * GIB),
     }
     dtypes = dtypes_of(
         options.torch_dtype, lora_r=lora_r, zero_stage=zero_stage, mixed_precision=options.mixed_precision
@@ -223,7 +253,7 @@ def _check_range(options: argparse.Namespace, chunk_tokens: int) -> None:
             raise ValueError(f"--{name} is too small.\n  Got {value}.\n  Use {smallest} or more.")
         if isinstance(value, int) and value > _MOST_TOKENS:
             raise ValueError(f"--{name} is too large.\n  Got {shown(value)}.\n  Use {_MOST_TOKENS} or less.")
-    if options.distinct is not None and options.distinct > 1:
+    if options.distinct is not None and not options.distinct <= 1:
         raise ValueError(f"--distinct is a share.\n  Got {options.distinct}.\n  Use 0.25, for example.")
     if options.page_budget is not None and options.page_budget < options.top_k:
         raise ValueError(
@@ -263,7 +293,7 @@ def _parser() -> Parser:
     settings.add_argument("--top_k", type=int)
     settings.add_argument("--page_budget", type=int)
     settings.add_argument("--chunk_tokens", help='default 8192; "auto" takes the best that fits')
-    settings.add_argument("--page_tokens", type=int)
+    settings.add_argument("--page_tokens", type=num_tokens)
     settings.add_argument("--page_dtype", choices=["model", "float8"])
     settings.add_argument("--page_grad_dtype", choices=["float32", "bfloat16", "auto"])
     settings.add_argument("--base_dtype", choices=["model", "float8"])
@@ -271,6 +301,11 @@ def _parser() -> Parser:
     settings.add_argument("--offload", choices=list(_SWITCH))
     settings.add_argument(
         "--device_pages_gib", type=number(0, above=True), help="most GPU memory for pages; what is free if left out"
+    )
+    settings.add_argument(
+        "--host_memory_gib",
+        type=number(0, above=True),
+        help="most host memory that each process pins for pages; its share of the host if left out",
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", default="h200", help=f"one of {', '.join(GPUS)}; default h200")
@@ -283,9 +318,9 @@ def _parser() -> Parser:
     machine.add_argument("--price", type=number(0), help="of one GPU for an hour, for the cost")
     machine.add_argument(
         "--distinct",
-        type=float,
-        help="distinct pages that a chunk's lists name, as a share of the most they could. "
-        "If left out, what lists at random come to: more than on real text",
+        metavar="SHARE|RUN",
+        help="distinct pages that a chunk's lists name, as a share of the most they could; or the output_dir of a run "
+        "on such text, which has logged it. If left out, what lists at random come to: more than on real text",
     )
     parser.add_argument("--json", action="store_true", help="everything as JSON; bytes and seconds")
     return parser

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from oomb_accel.columns import folded
 from oomb_accel.plan import Estimate, Job, Suggestion, estimate
 from oomb_accel.plan.sizes import GIB
 
@@ -42,6 +43,7 @@ def estimate_report(
         f"Host memory of {'the' if job.num_gpus == 1 else 'each'} process, GiB",
         *_table({f"{name}, pinned": size for name, size in memory.pinned.items()} | memory.pageable, GIB),
         _row("all", memory.host_bytes / GIB),
+        *([_row("and up to, where there is room", memory.host_most_bytes / GIB)] if memory.plan.offloads else []),
         "",
         "Time of a step, s",
         *_table(time.parts, 1),
@@ -53,7 +55,7 @@ def estimate_report(
     if price is not None:
         lines.append(f"  {'cost of a million tokens':<{_WIDTH}}{found.cost_per_million_tokens(price):>11,.3f}")
     lines += ["", *_verdict(found, longest, changes), "", *_notes(found, longest)]
-    return "\n".join(lines)
+    return folded("\n".join(lines))
 
 
 def _head(job: Job) -> list[str]:
@@ -84,17 +86,24 @@ def _verdict(found: Estimate, longest: int | None, changes: Sequence[Suggestion]
     lines = ["It fits." if found.fits else f"It does not fit. {found.refusal}"]
     if changes:
         lines += ["", "Any line of these makes it fit:"]
-        lines += [
-            f"  {s.change:<{_WIDTH}} {s.estimate.memory.device_bytes / GIB:>7,.1f} GiB on the GPU, "
-            f"{s.estimate.memory.host_bytes / GIB:,.1f} GiB on the host, {s.estimate.time.seconds:,.1f} s a step"
-            for s in changes
-        ]
+        lines += [line for suggestion in changes for line in _change(suggestion)]
     elif not found.fits:
         lines.append("No change of these settings makes it fit.")
     if longest is None:
         return lines
     what = f"The longest document that fits with these settings: {longest:,} tokens."
     return [*lines, what if longest else "With these settings no document fits, however short."]
+
+
+def _change(suggestion: Suggestion) -> list[str]:
+    """Its figures stand beside it, or below where it is long."""
+    memory, seconds = suggestion.estimate.memory, suggestion.estimate.time.seconds
+    figures = (
+        f"{memory.device_bytes / GIB:>7,.1f} GiB on the GPU, {memory.host_bytes / GIB:,.1f} GiB on the host, "
+        f"{seconds:,.{0 if seconds >= 1000 else 1}f} s a step"
+    )
+    beside = len(suggestion.change) <= _WIDTH
+    return [f"  {suggestion.change:<{_WIDTH}} {figures}"] if beside else [f"  {suggestion.change}", f"{'':37}{figures}"]
 
 
 def _notes(found: Estimate, longest: int | None) -> list[str]:
@@ -108,7 +117,8 @@ def _notes(found: Estimate, longest: int | None) -> list[str]:
         text = estimate(replace(job, distinct=_DISTINCT_OF_TEXT)).time.seconds
         notes.append(
             "Page lists are taken as random, which is the worst case. Where they concentrate as on source code "
-            f"(--distinct {_DISTINCT_OF_TEXT}), a step takes {text:,.0f} s."
+            f"(--distinct {_DISTINCT_OF_TEXT}), a step takes {text:,.0f} s. A run on your text logs its own share: "
+            "--distinct OUTPUT_DIR."
         )
     trained = job.model.trained_tokens
     if trained is not None and max(job.tokens, longest or 0) > trained:

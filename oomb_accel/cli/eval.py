@@ -18,6 +18,7 @@ from oomb_accel.cli.eval_options import parse
 from oomb_accel.cli.options import WITHOUT_RECIPE
 from oomb_accel.cli.report_file import check_plots, check_writable, tables_beside, write_json
 from oomb_accel.cli.sparse_options import sparse_settings
+from oomb_accel.columns import folded
 from oomb_accel.config import OombConfig
 from oomb_accel.evaluation.adapter import rope_of_run
 from oomb_accel.evaluation.context import ContextLoss, check_lengths, loss_by_context
@@ -42,7 +43,10 @@ class Figures:
     position: list[PositionLoss] = dataclasses.field(default_factory=list)
 
 
-@settings_called({**WITHOUT_RECIPE, "data_path": "--data", "model_name_or_path": "MODEL", "text_field": "--text_field"})
+_OPTIONS = {"text_field": "--text_field", "folder_as": "--folder_as"}
+
+
+@settings_called({**WITHOUT_RECIPE, "data_path": "--data", "model_name_or_path": "MODEL", **_OPTIONS})
 def main(arguments: Sequence[str]) -> int:
     """Evaluate and print.
 
@@ -57,7 +61,10 @@ def main(arguments: Sequence[str]) -> int:
     _check_places(options)
     rope = _rope(options)
     tokenizer = tokenizer_of(options.model, trust_remote_code=options.trust_remote_code)
-    texts = load_texts(options.model, options.data, tokenizer, text_field=options.text_field)[: options.max_documents]
+    texts, notes = load_texts(
+        options.model, options.data, tokenizer, text_field=options.text_field, folder_as=options.folder_as
+    )
+    texts = texts[: options.max_documents]
     planted = _plant(options, texts, tokenizer) if "facts" in options.parts else []
     texts = [dataclasses.replace(text, ids=text.ids[: options.tokens]) for text in texts]
     contexts = options.contexts or default_contexts(max(len(text.ids) for text in texts) - options.last_tokens)
@@ -77,6 +84,8 @@ def main(arguments: Sequence[str]) -> int:
     check_texts(subject, texts, *_longest_pass(options, texts, planted))
     with tables_beside(options.json):
         print(head := _describe(options, subject, texts, rope))
+        for note in notes:
+            print(folded(f"note: {note}"))
         started = time.perf_counter()
         figures = _measure(options, subject, texts, planted, contexts)
         seconds = time.perf_counter() - started
@@ -88,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
                 options.plot.mkdir(parents=True, exist_ok=True)
                 drawn = draw(options.plot, **_parts(figures), subtitle=head.splitlines()[0])
             print("\n".join(f"drawn {path}" for path in drawn))
-    write_json(_report(options, subject, texts, figures, seconds), options.json)
+    write_json(_report(options, subject, texts, figures, seconds) | {"notes": notes}, options.json)
     return 0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from oomb_accel.cli.options import Parser, add_trust_option
+from oomb_accel.cli.options import Parser, add_trust_option, num_tokens, tokens_of
 from oomb_accel.cli.report_file import add_json_option
 from oomb_accel.cli.sparse_options import add_sparse_options, joined
 from oomb_accel.config import unknown_message
@@ -63,7 +63,7 @@ def _parser() -> Parser:
     add("--max_documents", help="use the first so many documents; all if left out")
     add(
         "--contexts",
-        help="context lengths, such as 0,4096,all; if left out 0, 512, four times as many, and so on to the whole",
+        help="context lengths, such as 0,4K,all; if left out 0, 512, four times as many, and so on to the whole",
     )
     add("--last_tokens", "512", help="context: tokens that are scored (512)")
     add("--depths", DEPTHS, help=f"facts: where they stand, in percent of the document ({DEPTHS.replace('%', '%%')})")
@@ -75,6 +75,12 @@ def _parser() -> Parser:
     )
     add("--first_bucket", "512", help="position: tokens of the first bucket (512)")
     add("--text_field", "text", help="name of the text in the rows of a .jsonl file (text)")
+    add(
+        "--folder_as",
+        "auto",
+        choices=["auto", "document", "files"],
+        help="what a folder is: one document, or its files one by one; auto is files where all are .jsonl and the like",
+    )
     add("--seed", 0, type=int, help="of facts, order of questions and bootstrap (0)")
     add(
         "--dtype",
@@ -111,8 +117,8 @@ def _contexts(text: str) -> tuple[int, ...]:
     """Ascending, the whole document last."""
     words = [word.strip() for word in text.split(",")]
     try:
-        numbers = sorted({int(word) for word in words if word != "all"})
-    except ValueError:
+        numbers = sorted({num_tokens(word) for word in words if word != "all"})
+    except argparse.ArgumentTypeError:
         numbers = [-1]
     if numbers and numbers[0] < 0:
         raise ValueError(
@@ -138,11 +144,8 @@ def _depths(text: str) -> tuple[float, ...]:
 def _number(name: str, text: str | None, least: int) -> int | None:
     if text is None:
         return None
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
+    value = tokens_of(text)
+    if value is None or value < least:
         raise ValueError(
             f"--{name} has a value that is not allowed.\n  Got {shown(text)}.\n  Use a whole number from {least} on."
         )

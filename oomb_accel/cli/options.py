@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 
 from oomb_accel.config import unknown_message
 from oomb_accel.reading import shown
+from oomb_accel.setting_text import value_of_text, with_unit
 
 WITHOUT_RECIPE = {
-    **{"data_split": "", "data_include": "", "data_cache": "OOMB_CACHE"},
+    **{"data_split": "", "data_include": "", "folder_as": "", "data_cache": "OOMB_CACHE"},
     "trust_remote_code": "--trust_remote_code",
 }
 """What commands that read data and models take for settings of a recipe; see `oomb_accel.spelling.settings_called`."""
@@ -90,6 +91,22 @@ def add_trust_option(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the Python code that comes with the model or tokenizer; read it first. Off if left out",
     )
+
+
+def tokens_of(text: str) -> int | None:
+    """``131072``, ``131,072``, ``128K`` or ``1.5M`` as a number of tokens; K is 1,024, M is 1,048,576. None for
+    anything else."""
+    found = with_unit(text)
+    found = value_of_text(text.replace(",", ""), int) if found is text else found
+    return found if isinstance(found, int) else None
+
+
+def num_tokens(text: str) -> int:
+    """The type of an option that is a number of tokens."""
+    value = tokens_of(text)
+    if value is None:
+        raise argparse.ArgumentTypeError(f"must be a number of tokens, such as 4096 or 4K, got {shown(text)}")
+    return value
 
 
 def number(least: float, *, above: bool = False) -> Callable[[str], float]:

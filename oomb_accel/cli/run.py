@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 
+from oomb_accel.columns import folded
 from oomb_accel.config import unknown_message
 from oomb_accel.sources import (
     PRESET_VARIABLE,
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: wrong or contradictory settings, or nothing to switch on.
     """
     if "-h" in arguments[:1] or "--help" in arguments[:1]:
-        print(USAGE)
+        print(folded(USAGE))
         return 0
     options, as_json, words = _split(list(arguments))
     if not words:

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from oomb_accel.columns import folded
 from oomb_accel.config import OombConfig
 from oomb_accel.reading import shown
 
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         ValueError, RuntimeError: as :func:`oomb_accel.training.train`.
     """
     if "-h" in arguments or "--help" in arguments:
-        print(_help())
+        print(folded(_help()))
         return 0
     if not arguments or arguments[0].startswith("-"):
         raise ValueError(
@@ -163,5 +164,5 @@ def _describe(settings: type, prefix: str) -> list[str]:
             default = "required" if field.default == "" else f"default: {field.default!r}"
             lines.append(f"  {prefix}{field.name}: {kinds[field.name].spell()} ({default})")
             text = docs[field.name].replace("`", "")
-            lines.append(textwrap.fill(text, 120, initial_indent=" " * 6, subsequent_indent=" " * 6))
+            lines.append(textwrap.fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6))
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 from oomb_accel.cli.estimate_tables import estimate_report
+from oomb_accel.columns import folded
 from oomb_accel.progress import format_seconds
 from oomb_accel.training.dry_run import TrainingPlan, spread
 
@@ -39,7 +40,7 @@ def plan_text(plan: TrainingPlan) -> str:
     ]
     if cost.changes:
         lines.append("Settings such as chunk_tokens belong into the oomb block: --oomb.chunk_tokens 4096.")
-    return "\n".join(lines)
+    return folded("\n".join(lines))
 
 
 def _time(seconds: float) -> str:

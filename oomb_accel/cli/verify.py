@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from oomb_accel.cli import verify_sparse, verify_storage
 from oomb_accel.cli.devices import device_named
-from oomb_accel.cli.options import WITHOUT_RECIPE, Parser, add_trust_option
+from oomb_accel.cli.options import WITHOUT_RECIPE, Parser, add_trust_option, num_tokens
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
 from oomb_accel.cli.sparse_options import add_sparse_options, joined, sparse_settings
 from oomb_accel.cli.verify_inputs import documents_of, load, trained
@@ -104,15 +104,15 @@ def _parser() -> Parser:
         help="a text file, folder or .jsonl (of which the longest row counts), once or more; default: random tokens",
     )
     parser.add_argument(
-        "--tokens", type=int, help="longest document. Default 600; sparse: 4096 on the CPU, 32768 on a GPU"
+        "--tokens", type=num_tokens, help="longest document. Default 600; sparse: 4096 on the CPU, 32768 on a GPU"
     )
     parser.add_argument(
-        "--chunk-tokens", "--chunk_tokens", type=int, help="default 128; sparse: 512 on the CPU, 4096 on a GPU"
+        "--chunk-tokens", "--chunk_tokens", type=num_tokens, help="default 128; sparse: 512 on the CPU, 4096 on a GPU"
     )
     parser.add_argument(
-        "--page-tokens", "--page_tokens", type=int, help="default 16; sparse: 32 on the CPU, 128 on a GPU"
+        "--page-tokens", "--page_tokens", type=num_tokens, help="default 16; sparse: 32 on the CPU, 128 on a GPU"
     )
-    parser.add_argument("--span-tokens", "--span_tokens", type=int, help="earlier tokens of a dense call")
+    parser.add_argument("--span-tokens", "--span_tokens", type=num_tokens, help="earlier tokens of a dense call")
     parser.add_argument("--backend", default="auto", choices=["auto", "cudnn", "flash", "torch"])
     parser.add_argument(
         "--dtype",

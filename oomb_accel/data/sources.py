@@ -147,8 +147,14 @@ def _why_skipped(path: Path) -> str | None:
 
 def _one_document(folder: Path, settings: DataSettings) -> Source:
     listing = list_folder(folder, settings.include, settings.exclude)
-    note = listing.note() + "; folder_as: files makes each file a document"
+    note = listing.note() + _how_to_have_files()
     return Source(str(folder), listing.digest, listing.num_bytes, chunks=lambda: folder_chunks(listing), note=note)
+
+
+def _how_to_have_files() -> str:
+    name = called("folder_as")
+    text = "folder_as: files" if name == "folder_as" else f"{name} files"
+    return f"; {text} makes each file a document" if name else ""
 
 
 def _saved(folder: Path, settings: DataSettings) -> Source:

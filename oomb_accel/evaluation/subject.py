@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,22 +22,34 @@ from oomb_accel.training.model import load_model, load_tokenizer
 from oomb_accel.training.recipe import Recipe
 
 
-def load_texts(model: str, paths: Sequence[str], tokenizer: Any, *, text_field: str = "text") -> list[Text]:
-    """The documents of all paths, in order.
+def load_texts(
+    model: str,
+    paths: Sequence[str],
+    tokenizer: Any,
+    *,
+    text_field: str = "text",
+    folder_as: Literal["auto", "document", "files"] = "auto",
+) -> tuple[list[Text], list[str]]:
+    """The documents of all paths, in order, and what is to be known about them: a folder may be one document.
 
     Raises:
         ValueError: as `load_corpus`.
     """
-    found = []
+    found: list[Text] = []
+    notes: list[str] = []
     for path in paths:
-        recipe = Recipe(model_name_or_path=model, data_path=path, output_dir="unused", text_field=text_field)
-        for document in load_corpus(recipe, tokenizer).documents:
+        recipe = Recipe(
+            model_name_or_path=model, data_path=path, output_dir="unused", text_field=text_field, folder_as=folder_as
+        )
+        corpus = load_corpus(recipe, tokenizer)
+        notes += corpus.notes
+        for document in corpus.documents:
             ids = document.input_ids
             if len(ids) > 1 and int(ids[-1]) == tokenizer.eos_token_id:
                 ids = ids[:-1]
             starts = tokenizer.bos_token_id is not None and int(ids[0]) == tokenizer.bos_token_id
             found.append(Text(document.name, ids, starts))
-    return found
+    return found, list(dict.fromkeys(notes))
 
 
 def tokenizer_of(model: str, *, trust_remote_code: bool = False) -> Any:

@@ -141,6 +141,12 @@ class HostArena:
             self._check_machine(num_slabs - len(self._slabs) - len(self._builds))
             self._aim(num_slabs)
 
+    def wait(self) -> None:
+        """Until nothing is being made any more. What did not come is told to whoever takes it."""
+        with self._changed:
+            while self._target > len(self._slabs) and not self._resources.closing.is_set():
+                self._changed.wait()
+
     def take(self) -> Slab:
         """A free slab; waits for the background where none is free, and has one more made where none is coming.
 

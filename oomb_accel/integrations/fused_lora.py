@@ -19,11 +19,11 @@ Legend: T tokens, I inputs, O outputs, R rank, S sum of the ranks of layers with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft.tuners.lora import layer as lora
@@ -48,36 +48,61 @@ def lora_siblings(modules: Iterable[nn.Module]) -> tuple[tuple[Any, ...], ...]:
     return tuple(groups)
 
 
-@contextmanager
-def fused_lora(layers: Iterable[Any], siblings: Iterable[Sequence[Any]] = ()) -> Iterator[None]:
-    """Inside, these layers of PEFT run fused where they can.
+def fused_lora(
+    layers: Iterable[Any], siblings: Iterable[Sequence[Any]] = ()
+) -> Callable[[], AbstractContextManager[None]]:
+    """What to enter around the passes of one step: inside, these layers of PEFT run fused where they can.
+
+    What a layer consists of is looked at once, at its first call. Weights do not change within a step.
 
     Args:
         siblings: groups of layers that share work when they are called with the same tensor, see `lora_siblings`.
     """
     if lora.Linear.forward is not _PEFT_FORWARD:  # somebody has another idea of it
         layers = ()
-    fused = [layer for layer in layers if type(layer) is lora.Linear and "forward" not in vars(layer)]
+    plain = [layer for layer in layers if type(layer) is lora.Linear]
     calls = _Calls({layer: group for group in siblings for layer in group})
-    for layer in fused:
-        layer.forward = partial(calls.forward, layer)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
+    forwards = {layer: partial(calls.forward, layer) for layer in plain}
+
+    @contextmanager
+    def active() -> Iterator[None]:
+        fused = [layer for layer in plain if "forward" not in vars(layer)]
         for layer in fused:
-            del layer.forward
+            layer.forward = forwards[layer]  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for layer in fused:
+                del layer.forward
+            calls.forget()
+
+    return active
 
 
-class _Parts(NamedTuple):
-    """What a fused layer consists of."""
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a fused layer consists of. Parameters are what gradients go to; products read copies in one dtype."""
 
     weight_OI: Tensor | None
     """None where there is one in 8 bits."""
     bias_O: Tensor | None
     float8: Float8Weight | None
-    b_OR: Tensor
     scale: float
+    b_OR: Tensor
     a_RI: Tensor
+    """Parameters."""
+    copied_b_OR: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A layer and its siblings, as they run when the layer is the first that is called with an input."""
+
+    parts: _Parts
+    others: dict[Any, _Parts]
+    a_SI: Tensor
+    """Copies of A of all of them, one below the other; of the layer first."""
+    ranks: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -104,6 +129,7 @@ class _Calls:
     def __init__(self, siblings: dict[Any, Sequence[Any]]) -> None:
         self._siblings = siblings
         self._shared: _Shared | None = None
+        self._groups: dict[tuple[Any, ...], _Group | None] = {}
 
     def forward(self, layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs:
@@ -116,16 +142,12 @@ class _Calls:
         shared = self._shared
         if shared is not None and layer in shared.waiting and shared.source is x and shared.state == state:
             return self._next(layer, shared)
-        parts = _parts(layer, None if autocast else dtype)
-        if parts is None:
+        group = self._group(layer, dtype, autocast, alone=state is None or x.shape[-1] != layer.in_features)
+        if group is None:
             return lora.Linear.forward(layer, x)
-        others = {}
-        for sibling in self._siblings.get(layer, ()) if state is not None else ():
-            its = _parts(sibling, None if autocast else dtype) if sibling is not layer else None
-            if its is not None and its.a_RI.shape[1] == x.shape[-1] and its.a_RI.device == x.device:
-                others[sibling] = its
+        parts, others = group.parts, group.others
         other_a = (its.a_RI for its in others.values())
-        out, *left = _FusedLinear.apply(x, *parts[:-1], dtype, parts.a_RI, *other_a)
+        out, *left = _FusedLinear.apply(x, parts.weight_OI, parts.b_OR, dtype, group, parts.a_RI, *other_a)
         self._shared = None
         if others:
             passed_on, *xas = left
@@ -133,29 +155,59 @@ class _Calls:
             self._shared = _Shared(x, state, passed_on, waiting)
         return out
 
+    def forget(self) -> None:
+        """The pass is over."""
+        self._shared = None
+
     def _next(self, layer: Any, shared: _Shared) -> Tensor:
         parts, xa = shared.waiting.pop(layer)
-        out, shared.x = _NextFusedLinear.apply(shared.x, xa, *parts[:-1])
+        out, shared.x = _NextFusedLinear.apply(shared.x, xa, parts.weight_OI, parts.b_OR, parts)
         if not shared.waiting:
             self._shared = None
         return out
 
+    def _group(self, layer: Any, dtype: torch.dtype, autocast: bool, *, alone: bool) -> _Group | None:
+        """None where PEFT has to run the layer."""
+        key = layer, dtype, autocast, alone
+        if key not in self._groups:
+            self._groups[key] = self._make_group(layer, dtype, autocast, alone)
+        return self._groups[key]
 
-def _parts(layer: Any, dtype: torch.dtype | None) -> _Parts | None:
+    def _make_group(self, layer: Any, dtype: torch.dtype, autocast: bool, alone: bool) -> _Group | None:
+        parts = _parts(layer, dtype, autocast)
+        if parts is None:
+            return None
+        others = {}
+        for sibling in () if alone else self._siblings.get(layer, ()):
+            its = _parts(sibling, dtype, autocast) if sibling is not layer else None
+            if its is not None and its.a_RI.shape[1] == parts.a_RI.shape[1] and its.a_RI.device == parts.a_RI.device:
+                others[sibling] = its
+        all_a = [parts.a_RI, *(its.a_RI for its in others.values())]
+        a_SI = _in(dtype, torch.cat([a_RI.detach() for a_RI in all_a]) if others else parts.a_RI)
+        return _Group(parts, others, a_SI, tuple(len(a_RI) for a_RI in all_a))
+
+
+def _parts(layer: Any, dtype: torch.dtype, autocast: bool) -> _Parts | None:
     """Of a layer that can run fused; None where PEFT has to do it.
 
     Args:
-        dtype: what all of them must have; None where autocast sees to it.
+        dtype: what is computed in; other weights are cast under autocast, and are PEFT's without it.
     """
     adapter = _only_adapter(layer)
     if adapter is None:
         return None
     base, a_RI, b_OR = layer.base_layer, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-    if dtype is not None and not dtype == base.weight.dtype == a_RI.dtype == b_OR.dtype:
+    if not autocast and not dtype == base.weight.dtype == a_RI.dtype == b_OR.dtype:
         return None
     float8 = float8_of(base)
     weight_OI = base.weight if float8 is None else None
-    return _Parts(weight_OI, base.bias, float8, b_OR, float(layer.scaling[adapter]), a_RI)
+    bias_O = None if base.bias is None else _in(dtype, base.bias)
+    return _Parts(weight_OI, bias_O, float8, float(layer.scaling[adapter]), b_OR, a_RI, _in(dtype, b_OR))
+
+
+def _in(dtype: torch.dtype, parameter: Tensor) -> Tensor:
+    """A copy in this dtype; the parameter itself where it has it: what ZeRO 3 gathers lies elsewhere each time."""
+    return parameter if parameter.dtype == dtype else parameter.detach().to(dtype)
 
 
 def _only_adapter(layer: Any) -> str | None:
@@ -188,34 +240,24 @@ class _FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight_OI: Tensor | None,
-        bias_O: Tensor | None,
-        float8: Float8Weight | None,
-        b_OR: Tensor,
-        scale: float,
-        dtype: torch.dtype,
-        *all_a: Tensor,
+        ctx: Any, x: Tensor, weight_OI: Tensor | None, b_OR: Tensor, dtype: torch.dtype, group: _Group, *all_a: Tensor
     ) -> tuple[Tensor, ...]:
         """
         Args:
             dtype: what is computed in; others are cast.
-            all_a: A of this layer, then those of the others.
+            b_OR, all_a: parameters, for their gradients: of this layer, then A of the others.
 
         Returns:
             The output; where there are others x for the next layer, and ``x A^T`` of each.
         """
-        x, weight_OI, bias_O, b_OR = x.to(dtype), _to(weight_OI, dtype), _to(bias_O, dtype), b_OR.to(dtype)
-        a_SI = (torch.cat(all_a) if len(all_a) > 1 else all_a[0]).to(dtype)
-        ranks = [len(a_RI) for a_RI in all_a]
-        xa, *other_xas = _split(x.reshape(-1, x.shape[-1]) @ a_SI.t(), ranks, dim=1)
-        out = _output(x, xa, weight_OI, bias_O, float8, b_OR, scale)
+        x, weight_OI = x.to(dtype), None if weight_OI is None else weight_OI.to(dtype)
+        xa, *other_xas = _split(x.reshape(-1, x.shape[-1]) @ group.a_SI.t(), group.ranks, dim=1)
+        out = _output(x, xa, weight_OI, group.parts)
         outputs = (out, x, *other_xas) if other_xas else (out,)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, xa, weight_OI, b_OR, a_SI)
-        ctx.scale, ctx.ranks, ctx.float8 = scale, ranks, float8
-        need_x, _, _, _, need_b, _, _, *need_as = ctx.needs_input_grad
+        ctx.save_for_backward(x, xa, weight_OI)
+        ctx.group = group
+        need_x, _, need_b, _, _, *need_as = ctx.needs_input_grad
         if not need_x:
             depends = (need_as[0] or need_b, False, *need_as[1:])
             ctx.mark_non_differentiable(*(one for one, does in zip(outputs, depends, strict=False) if not does))
@@ -226,26 +268,26 @@ class _FusedLinear(torch.autograd.Function):
     def backward(
         ctx: Any, dout: Tensor | None, dx: Tensor | None = None, *other_dxas: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        x, xa, weight_OI, b_OR, a_SI = ctx.saved_tensors
-        need_x, _, _, _, need_b, _, _, *need_as = ctx.needs_input_grad
+        x, xa, weight_OI = ctx.saved_tensors
+        a_SI, ranks = ctx.group.a_SI, ctx.group.ranks
+        need_x, _, need_b, _, _, *need_as = ctx.needs_input_grad
         needed = (need_x, need_x or need_as[0], need_b)
-        dx, dxa, db_OR = _gradients(dout, dx, xa, weight_OI, ctx.float8, b_OR, ctx.scale, needed, x.shape)
-        das: list[Tensor | None] = [None] * len(ctx.ranks)
+        dx, dxa, db_OR = _gradients(dout, dx, xa, weight_OI, ctx.group.parts, needed, x.shape)
+        das: list[Tensor | None] = [None] * len(ranks)
         # Those that had a part in the result; the A of a layer that had none has no gradient.
         parts = {place: one for place, one in enumerate((dxa, *other_dxas)) if one is not None}
         if parts:
             dxa_TS = torch.cat(list(parts.values()), dim=1) if len(parts) > 1 else next(iter(parts.values()))
             if dx is not None:
-                if len(parts) < len(ctx.ranks):
-                    all_a = a_SI.split(ctx.ranks)
+                if len(parts) < len(ranks):
+                    all_a = a_SI.split(list(ranks))
                     a_SI = torch.cat([all_a[place] for place in parts])
                 dx.view(-1, dx.shape[-1]).addmm_(dxa_TS, a_SI)
             if any(need_as):
                 da_SI = dxa_TS.t() @ x.reshape(-1, x.shape[-1])
-                ranks = [ctx.ranks[place] for place in parts]
-                for place, da_RI in zip(parts, _split(da_SI, ranks, dim=0), strict=True):
+                for place, da_RI in zip(parts, _split(da_SI, [ranks[place] for place in parts], dim=0), strict=True):
                     das[place] = da_RI
-        return dx, None, None, None, db_OR, None, None, *das
+        return dx, None, db_OR, None, None, *das
 
 
 class _NextFusedLinear(torch.autograd.Function):
@@ -253,21 +295,14 @@ class _NextFusedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        xa: Tensor,
-        weight_OI: Tensor | None,
-        bias_O: Tensor | None,
-        float8: Float8Weight | None,
-        b_OR: Tensor,
-        scale: float,
+        ctx: Any, x: Tensor, xa: Tensor, weight_OI: Tensor | None, b_OR: Tensor, parts: _Parts
     ) -> tuple[Tensor, Tensor]:
-        """Returns the output; x for the next layer."""
-        weight_OI, bias_O, b_OR = _to(weight_OI, x.dtype), _to(bias_O, x.dtype), b_OR.to(x.dtype)
-        out = _output(x, xa, weight_OI, bias_O, float8, b_OR, scale)
+        """Returns the output; x for the next layer. ``b_OR`` is the parameter, for its gradient."""
+        weight_OI = None if weight_OI is None else weight_OI.to(x.dtype)
+        out = _output(x, xa, weight_OI, parts)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(xa, weight_OI, b_OR)
-        ctx.scale, ctx.shape, ctx.float8 = scale, x.shape, float8
+        ctx.save_for_backward(xa, weight_OI)
+        ctx.parts, ctx.shape = parts, x.shape
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(x)
         return out, x
@@ -275,31 +310,19 @@ class _NextFusedLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
-        xa, weight_OI, b_OR = ctx.saved_tensors
-        need_x, need_xa, _, _, _, need_b, _ = ctx.needs_input_grad
-        needed = (need_x, need_xa, need_b)
-        dx, dxa, db_OR = _gradients(dout, dx, xa, weight_OI, ctx.float8, b_OR, ctx.scale, needed, ctx.shape)
-        return dx, dxa, None, None, None, db_OR, None
+        xa, weight_OI = ctx.saved_tensors
+        need_x, need_xa, _, need_b, _ = ctx.needs_input_grad
+        dx, dxa, db_OR = _gradients(dout, dx, xa, weight_OI, ctx.parts, (need_x, need_xa, need_b), ctx.shape)
+        return dx, dxa, None, db_OR, None
 
 
-def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
-
-
-def _output(
-    x: Tensor,
-    xa: Tensor,
-    weight_OI: Tensor | None,
-    bias_O: Tensor | None,
-    float8: Float8Weight | None,
-    b_OR: Tensor,
-    scale: float,
-) -> Tensor:
+def _output(x: Tensor, xa: Tensor, weight_OI: Tensor | None, parts: _Parts) -> Tensor:
     """``x W^T + bias + scale xa B^T``."""
-    out = x.new_empty(*x.shape[:-1], len(b_OR))  # no view, which nobody could change in place
-    flat = out.view(-1, len(b_OR))
-    base_product(x, weight_OI, bias_O, flat, float8)
-    flat.addmm_(xa, b_OR.t(), alpha=scale)
+    num_outputs = len(parts.b_OR)
+    out = x.new_empty(*x.shape[:-1], num_outputs)  # no view, which nobody could change in place
+    flat = out.view(-1, num_outputs)
+    base_product(x, weight_OI, parts.bias_O, flat, parts.float8)
+    flat.addmm_(xa, parts.copied_b_OR.t(), alpha=parts.scale)
     return out
 
 
@@ -308,9 +331,7 @@ def _gradients(
     dx: Tensor | None,
     xa: Tensor,
     weight_OI: Tensor | None,
-    float8: Float8Weight | None,
-    b_OR: Tensor,
-    scale: float,
+    parts: _Parts,
     needed: tuple[bool, bool, bool],
     shape: torch.Size,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -325,12 +346,12 @@ def _gradients(
     if dout is None:
         return dx, None, None
     need_x, need_xa, need_b = needed
-    dy_TO = dout.reshape(-1, len(b_OR))
+    dy_TO = dout.reshape(-1, len(parts.b_OR))
     if need_x:
         so_far_TI = None if dx is None else dx.view(-1, shape[-1])
-        dx = base_input_gradient(dy_TO, weight_OI, float8, add_to=so_far_TI).view(shape)
-    dxa = _scaled_product(dy_TO, b_OR, scale) if need_xa else None
-    return dx, dxa, _scaled_product(dy_TO.t(), xa, scale) if need_b else None
+        dx = base_input_gradient(dy_TO, weight_OI, parts.float8, add_to=so_far_TI).view(shape)
+    dxa = _scaled_product(dy_TO, parts.copied_b_OR, parts.scale) if need_xa else None
+    return dx, dxa, _scaled_product(dy_TO.t(), xa, parts.scale) if need_b else None
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
@@ -338,5 +359,5 @@ def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)  # what is there is not read
 
 
-def _split(matrix: Tensor, sizes: list[int], *, dim: int) -> Sequence[Tensor]:
-    return matrix.split(sizes, dim=dim) if len(sizes) > 1 else (matrix,)
+def _split(matrix: Tensor, sizes: Sequence[int], *, dim: int) -> Sequence[Tensor]:
+    return matrix.split(list(sizes), dim=dim) if len(sizes) > 1 else (matrix,)

@@ -69,6 +69,7 @@ class Estimate:
             "device_bytes": memory.device | {"total": memory.device_bytes, "available": self.job.gpu.memory_bytes},
             "pinned_bytes": dict(memory.pinned),
             "pageable_bytes": dict(memory.pageable),
+            "host_most_bytes": memory.host_most_bytes,
             "kept_chunks": len(memory.kept),
             "seconds": time.parts | {"total": time.seconds},
             "up_bytes": round(time.up_bytes),
@@ -200,11 +201,7 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
         yield "page_grad_dtype: bfloat16", replace(job, page_grad_dtype="bfloat16")
     if job.page_dtype == "model":
         yield "page_dtype: float8", replace(job, page_dtype="float8")
-    for tokens in CHUNKS:
-        smaller = replace(job, chunk_tokens=tokens)
-        if job.page_tokens <= tokens < job.chunk_tokens and _fits(smaller):
-            yield f"chunk_tokens: {tokens}", smaller
-            break
+    yield from _smaller_chunk(job)
     yield from _smaller_budget(job)
     if job.span_tokens > _SHORT_SPAN:
         yield f"span_tokens: {_SHORT_SPAN}", replace(job, span_tokens=_SHORT_SPAN)
@@ -212,11 +209,26 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
         yield "attention: sparse", replace(job, attention="sparse")
     if job.offload is False:
         yield "offload: auto", replace(job, offload="auto")
+    if job.host_memory_bytes is not None:
+        yield "host_memory_gib: auto", replace(job, host_memory_bytes=None)
     if not job.lora_r:
         yield "lora_r: 16", replace(job, lora_r=16, weights_dtype="bfloat16")
     if not job.lora_r and not job.zero_offload:
         stage = job.zero_stage or 2
         yield f"ZeRO {stage}, optimizer on the host", replace(job, zero_stage=stage, zero_offload=True)
+
+
+def _smaller_chunk(job: Job) -> Iterator[tuple[str, Job]]:
+    """The largest one that fits; and a larger one, which is faster, where smaller gradients make that fit."""
+    sizes = [tokens for tokens in CHUNKS if job.page_tokens <= tokens < job.chunk_tokens]
+    alone = next((tokens for tokens in sizes if _fits(replace(job, chunk_tokens=tokens))), 0)
+    if alone:
+        yield f"chunk_tokens: {alone}", replace(job, chunk_tokens=alone)
+    narrow = replace(job, page_grad_dtype="bfloat16")
+    for tokens in (tokens for tokens in sizes if tokens > alone > 0 and narrow != job):
+        if _fits(replace(narrow, chunk_tokens=tokens)):
+            yield f"chunk_tokens: {tokens}, page_grad_dtype: bfloat16", replace(narrow, chunk_tokens=tokens)
+            break
 
 
 def _machines(job: Job) -> Iterator[tuple[str, Job]]:

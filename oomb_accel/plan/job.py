@@ -58,6 +58,8 @@ class Job:
     keep_last_graph: bool = True
     offload: bool | Literal["auto"] = "auto"
     device_pages_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    """Most that one process may pin for pages; None is its share of the host."""
 
     gpu: Gpu = H200
     num_gpus: int = 1
@@ -150,9 +152,9 @@ def settings_of(config: OombConfig) -> dict[str, Any]:
     """What settings decide about a `Job`, by the names of its fields. Where they are "auto", chunks and storage are the
     default ones: `choose` chooses among others."""
     same = {item.name for item in fields(Job)} & {item.name for item in fields(OombConfig)}
-    pages_gib = config.device_pages_gib
     return {name: getattr(config, name) for name in same} | {
         "chunk_tokens": config.known_chunk_tokens,
         "page_grad_dtype": "float32" if config.page_grad_dtype == "auto" else config.page_grad_dtype,
-        "device_pages_bytes": None if pages_gib == "auto" else int(pages_gib * GIB),
+        "device_pages_bytes": None if config.device_pages_gib == "auto" else int(config.device_pages_gib * GIB),
+        "host_memory_bytes": None if config.host_memory_gib == "auto" else int(config.host_memory_gib * GIB),
     }

@@ -20,6 +20,7 @@ from oomb_accel.plan.sizes import (
 )
 from oomb_accel.schedule import ChunkSchedule
 
+PAGES_ON_HOST = "K, V and page gradients"
 _ADAM_BYTES = 8
 """Both moments in fp32, per number that is trained."""
 
@@ -32,6 +33,9 @@ class Memory:
     """By part, at the worst moment; ends with what torch does not count."""
     pinned: dict[str, int]
     pageable: dict[str, int]
+    pages_most_bytes: int
+    """Pinned for pages where there is room: a record that has been on the host keeps its place until it is gone. The
+    least, without which the step does not run, is among ``pinned``."""
     pages: PageDemand
     plan: MemoryPlan
     kept: range
@@ -52,6 +56,11 @@ class Memory:
     def host_bytes(self) -> int:
         return sum(self.pinned.values()) + sum(self.pageable.values())
 
+    @property
+    def host_most_bytes(self) -> int:
+        """Host memory where there is room."""
+        return self.host_bytes - self.pinned[PAGES_ON_HOST] + self.pages_most_bytes
+
 
 def estimate_memory(job: Job) -> Memory:
     """Memory of a step. Where it does not fit, the plan says so and sizes are those that it would take."""
@@ -68,12 +77,15 @@ def estimate_memory(job: Job) -> Memory:
     if job.base_dtype == "float8":
         working += float8_input_bytes(longest, job.model.hidden, job.model.intermediate)
     free = free_device_bytes(job, standing) - working - sum(gradients.values())
+    pages_budget = host_budget_bytes(job) - (0 if job.found else sum(pinned.values()))
+    if job.host_memory_bytes is not None and job.found is None:
+        pages_budget = min(pages_budget, job.host_memory_bytes)
     chunk_bytes = activations + max(logits, workspace)  # logits are gone when the first layer's backward runs
     plan = plan_memory(
         demand,
         free_device_bytes=free,
         activation_bytes=chunk_bytes,
-        host_budget_bytes=host_budget_bytes(job) - (0 if job.found else sum(pinned.values())),
+        host_budget_bytes=pages_budget,
         chunk_tokens=job.chunk_tokens,
         offload=job.offload,
         device_pages_bytes=job.device_pages_bytes,
@@ -103,8 +115,9 @@ def estimate_memory(job: Job) -> Memory:
         "CUDA context": rates.CONTEXT_BYTES,
     }
     slab_bytes = slab_bytes_for(plan.host_bytes, max(job.pages.value_record, job.pages.gradient_record))
-    pinned = {**pinned, "K, V and page gradients": in_slabs(plan.host_bytes, slab_bytes) if plan.offloads else 0}
-    return Memory(device, pinned, pageable, demand, plan, kept, schedule)
+    least = in_slabs(plan.host_bytes, slab_bytes) if plan.offloads else 0
+    most = max(least, min(in_slabs(demand.living_bytes, slab_bytes), pages_budget)) if plan.offloads else 0
+    return Memory(device, {**pinned, PAGES_ON_HOST: least}, pageable, most, demand, plan, kept, schedule)
 
 
 def _worst_moment(

@@ -72,8 +72,17 @@ def plan_memory(
     if offload is False:
         return MemoryPlan(demand.value_bytes, demand.gradient_bytes, 0, False, _without_offload(demand, room))
     if least > room:
-        refusal = _too_small(demand, room, activation_bytes, chunk_tokens, device_pages_bytes, zero_stage)
+        chunk = _Chunk(chunk_tokens, activation_bytes)
+        refusal = _too_small(demand, room, chunk, host_budget_bytes, device_pages_bytes, zero_stage)
         return MemoryPlan(demand.least_value_bytes, demand.least_gradient_bytes, 0, False, refusal)
+    values, gradients, must = _divide(demand, room)
+    if must > host_budget_bytes:
+        return MemoryPlan(values, gradients, must, False, _too_little_host(demand, must, host_budget_bytes, room))
+    return MemoryPlan(values, gradients, must, True, "")
+
+
+def _divide(demand: PageDemand, room: int) -> tuple[int, int, int]:
+    """Bytes of both pools of the device, and those that the host must hold, where not all pages fit into ``room``."""
     values, gradients = pool_shares(
         room,
         value_bytes=demand.value_bytes,
@@ -86,9 +95,7 @@ def plan_memory(
         demand.value_bytes if values == demand.value_bytes else values - demand.least_value_bytes,
         demand.gradient_bytes if gradients == demand.gradient_bytes else gradients - demand.least_gradient_bytes,
     )
-    if must > host_budget_bytes:
-        return MemoryPlan(values, gradients, must, False, _too_little_host(demand, must, host_budget_bytes, room))
-    return MemoryPlan(values, gradients, must, True, "")
+    return values, gradients, must
 
 
 def pool_shares(
@@ -130,11 +137,18 @@ def _without_offload(demand: PageDemand, room: int) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    tokens: int
+    activation_bytes: int
+    """With its logits; in proportion to the tokens."""
+
+
 def _too_small(
     demand: PageDemand,
     room: int,
-    activation_bytes: int,
-    chunk_tokens: int,
+    chunk: _Chunk,
+    host_budget_bytes: int,
     device_pages_bytes: int | None,
     zero_stage: int | None,
 ) -> str:
@@ -142,8 +156,8 @@ def _too_small(
     if device_pages_bytes is not None and device_pages_bytes == room:
         remedy = f"Set device_pages_gib={math.ceil(10 * least / GIB) / 10} or more, or 'auto'."
     else:
-        remedy = _smaller_chunk(room - least, activation_bytes, chunk_tokens, zero_stage)
-    beside = f"{_gib(activation_bytes)} of activations and logits"
+        remedy = _smaller_chunk(demand, room, chunk, host_budget_bytes, zero_stage)
+    beside = f"{_gib(chunk.activation_bytes)} of activations and logits"
     if demand.resident_bytes:
         beside += f" and {_gib(demand.resident_bytes)} of page lists and scales"
     return (
@@ -153,31 +167,44 @@ def _too_small(
     )
 
 
-def _smaller_chunk(room: int, activation_bytes: int, chunk_tokens: int, zero_stage: int | None) -> str:
-    """How to win the bytes that are missing (``room`` is negative): activations shrink with the chunk."""
-    share = (activation_bytes + room) / max(1, activation_bytes)
-    tokens = 1 << max(0, int(share * chunk_tokens)).bit_length() >> 1
-    if tokens < _SHORTEST_CHUNK:
+def _smaller_chunk(demand: PageDemand, room: int, chunk: _Chunk, host_budget_bytes: int, zero_stage: int | None) -> str:
+    """The largest chunk, in a power of two, that leaves the device enough for pages, and the host too; where none does
+    both, one for the device, and what else is short."""
+    least = demand.least_value_bytes + demand.least_gradient_bytes
+    share = (chunk.activation_bytes + room - least) / max(1, chunk.activation_bytes)
+    tokens = largest = 1 << max(0, int(share * chunk.tokens)).bit_length() >> 1
+    if largest < _SHORTEST_CHUNK:
         among = "more GPUs" if zero_stage == 3 else "GPUs (ZeRO 3)"
         return f"Even short chunks would not fit: divide the model among {among}, or take a larger GPU."
-    return f"Set chunk_tokens={tokens}."
+    while tokens >= _SHORTEST_CHUNK:
+        freed = chunk.activation_bytes * (chunk.tokens - tokens) // chunk.tokens
+        *_, must = _divide(demand, room + freed)
+        if must <= host_budget_bytes:
+            return f"Set chunk_tokens={tokens}."
+        tokens //= 2
+    return (
+        f"Set chunk_tokens={largest}; for the host, of which {_gib(host_budget_bytes)} may be used, {_halving(demand)}."
+    )
 
 
 def _too_little_host(demand: PageDemand, must: int, budget: int, room: int) -> str:
-    more = f"host memory is short by {_gib(must - budget)}."
-    if demand.grad_dtype == "float32":
-        remedy = f"Set page_grad_dtype='bfloat16', which halves the gradients; {more}"
-    elif demand.value_dtype != "float8":
-        remedy = f"Set page_dtype='float8', which halves K and V; {more}"
-    elif demand.most_bytes is not None:
-        remedy = f"Set page_budget lower, so that fewer pages have gradients at one moment; {more}"
-    else:
-        remedy = f"Shorten the document, or give chunks fewer tokens and pages more of the GPU; {more}"
+    remedy = _halving(demand)
     return (
         "Host memory is too small for the pages of this document.\n"
         f"  {_gib(must)} are needed beside {_gib(room)} on the GPU; {_gib(budget)} may be used.\n"
-        f"  {remedy}"
+        f"  {remedy[0].upper()}{remedy[1:]}; host memory is short by {_gib(must - budget)}."
     )
+
+
+def _halving(demand: PageDemand) -> str:
+    """What makes pages take less of the host."""
+    if demand.grad_dtype == "float32":
+        return "set page_grad_dtype='bfloat16', which halves the gradients"
+    if demand.value_dtype != "float8":
+        return "set page_dtype='float8', which halves K and V"
+    if demand.most_bytes is not None:
+        return "set page_budget lower, so that fewer pages have gradients at one moment"
+    return "shorten the document, or give chunks fewer tokens and pages more of the GPU"
 
 
 def _gib(num_bytes: int) -> str:

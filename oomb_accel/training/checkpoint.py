@@ -297,4 +297,7 @@ def _changed_settings(recipe: Recipe, old: dict[str, Any]) -> list[str]:
     now = recipe.to_dict()
     pairs = [(name, old.get(name), value) for name, value in now.items() if name not in (*FREE_SETTINGS, "oomb")]
     pairs += [(f"oomb.{name}", old["oomb"].get(name), value) for name, value in now["oomb"].items()]
-    return [f"goes on with {name}={value}; it was {before}" for name, before, value in pairs if before != value]
+    notes = [f"goes on with {name}={value}; it was {before}" for name, before, value in pairs if before != value]
+    if recipe.oomb.attention == "sparse" and now["oomb"]["chunk_tokens"] != old["oomb"].get("chunk_tokens"):
+        notes.append("with sparse attention another chunk_tokens also changes what a token sees, and so the gradient")
+    return notes

@@ -37,6 +37,7 @@ from oomb_accel.sampler import LengthBalancedSampler, Step, tokens_of
 from oomb_accel.sources import gather, resolve
 from oomb_accel.training.data import check_vocabulary, load_corpus
 from oomb_accel.training.folder import RunFolder
+from oomb_accel.training.identity import check_same_function
 from oomb_accel.training.launch import asked_precision, deepspeed_plugin, launched_processes, on_gpu
 from oomb_accel.training.model import load_config, load_tokenizer
 from oomb_accel.training.progress_file import read_progress
@@ -162,6 +163,8 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
     machine = find_machine(gpu, ranks, plugin, precision=precision)
     resolved = resolve(*gather(None if plugin is None else plugin.deepspeed_config, *recipe.oomb_sources()))
     recipe.oomb = resolved.config
+    if folder.resume is not None:
+        check_same_function(recipe, folder.resume, read_progress(folder.resume)["recipe"])
     corpus = load_corpus(recipe, load_tokenizer(recipe))
     config = load_config(recipe)
     check_vocabulary(corpus.documents, config.get_text_config().vocab_size)

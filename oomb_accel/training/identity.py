@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
+from oomb_accel.config import SPARSE_SETTINGS, OombConfig
 from oomb_accel.integrations.support import whole_numel
 from oomb_accel.training.data import Document
 from oomb_accel.training.recipe import Recipe
@@ -92,6 +96,57 @@ def check_same_on_all_ranks(accelerator: Accelerator, identity: Identity, recipe
                 f"  Process {odd[0]} differs from process 0.\n"
                 "  Give every machine the same recipe, data and model files."
             )
+
+
+def function_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide which function of tokens and weights a step differentiates, by the names that a user
+    types. Others may change when a run goes on: they change results by rounding at most (memory, kernels, chunks of
+    dense attention), or are the schedule, which is the user's to change.
+
+    Args:
+        recipe: as `Recipe.to_dict`, perhaps of an earlier version, which had fewer settings.
+    """
+    block = OombConfig().to_dict() | recipe["oomb"]
+    found = {"rope_parameters": recipe.get("rope_parameters"), "oomb.attention": "dense", "oomb.page_dtype": "model"}
+    if not block["enabled"]:
+        return found
+    names = ["attention", "page_dtype"]
+    if block["attention"] == "sparse":
+        names += [*SPARSE_SETTINGS, "page_tokens"]
+    return found | {f"oomb.{name}": block[name] for name in names}
+
+
+def check_same_function(recipe: Recipe, checkpoint: Path, before: Mapping[str, Any]) -> None:
+    """Refuse to go on with another gradient than the one that a run began with.
+
+    Args:
+        before: the checkpoint's recipe, as plain values.
+
+    Raises:
+        ValueError: with all settings that differ.
+    """
+    now, then = function_of(recipe.to_dict()), function_of(before)
+    # With another attention, its further settings have nothing to be compared with.
+    changed = [name for name in then if name in now and now[name] != then[name]]
+    if not changed:
+        return
+    place = shlex.quote(str(checkpoint))
+    anew = f"model_name_or_path: {place}"
+    if before["lora_r"]:
+        anew = f"oomb merge {place} --output_dir MERGED, then model_name_or_path: MERGED"
+    raise ValueError(
+        f"{str(checkpoint)!r} belongs to a run with another {changed[0]}, and so with other gradients.\n"
+        f"  It has {_spell(changed, then)}; this run has {_spell(changed, now)}.\n"
+        f"  Set {_spell(changed, then)} to go on; or begin a new run with its weights, in another output_dir: {anew}."
+    )
+
+
+def _spell(names: Iterable[str], values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}: {_yaml(values[name])}" for name in names)
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=1 << 20).removesuffix("\n").removesuffix("\n...")
 
 
 def whole(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:

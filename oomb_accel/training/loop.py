@@ -27,6 +27,10 @@ from oomb_accel.training.run import Run, Summary
 from oomb_accel.training.setup import prepare
 from oomb_accel.training.step import run_step
 
+_OF_THE_LAUNCHER = (
+    "a traceback that ends in SignalException, below, is the launcher's: it prints one whenever it is stopped"
+)
+
 
 def train(recipe: Recipe) -> Summary:
     """Fine-tune as the recipe says, from the beginning or from a checkpoint; nothing is done where a run that goes on
@@ -168,6 +172,8 @@ def _says_what_is_left(run: Run) -> Iterator[None]:
         where = f"the last save is {saved}{_how_to_go_on(run)}" if saved else _nothing_saved(run.summary.steps)
         logged = f"; losses are in {run.folder.path / METRICS}" if (run.folder.path / METRICS).is_file() else ""
         run.say(where + logged)
+        if isinstance(error, KeyboardInterrupt) and run.accelerator.num_processes > 1:
+            run.say(_OF_THE_LAUNCHER)
         raise
 
 

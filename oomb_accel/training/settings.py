@@ -15,35 +15,8 @@ from typing import Any, Literal
 
 from oomb_accel.config import OombConfig, unknown_key_message, unknown_message
 from oomb_accel.reading import Unreadable, file_text, kind_of, shown, yaml_value
-from oomb_accel.setting_text import is_choice_of_numbers, whole_numbers
-
-OTHER_NAMES = {
-    "base_model": "Set model_name_or_path.",
-    "model": "Set model_name_or_path.",
-    "dtype": "Set torch_dtype.",
-    "bf16": "Set mixed_precision: bf16.",
-    "fp16": "Training runs in bf16 or fp32: set mixed_precision.",
-    "sequence_len": "Set max_length.",
-    "max_seq_length": "Set max_length.",
-    "micro_batch_size": "Set per_device_train_batch_size.",
-    "num_epochs": "Set num_train_epochs.",
-    "target_modules": "Set lora_target_modules.",
-    "lora_target_linear": "Set lora_target_modules: all-linear.",
-    "modules_to_save": "Set lora_modules_to_save.",
-    "lr_scheduler": "Set lr_scheduler_type.",
-    "datasets": "Set data_path.",
-    "dataset_name": "Set data_path, which takes hub ids too.",
-    "dataset_text_field": "Set text_field.",
-    "gradient_checkpointing": "Leave it out: activations cost one chunk, set by oomb.chunk_tokens.",
-    "attn_implementation": "Leave it out; oomb.backend chooses the attention kernels.",
-    "sample_packing": "Set packing.",
-    "train_on_inputs": "Set train_on: all, completions or assistant.",
-    "assistant_only_loss": "Set train_on: assistant.",
-    "completion_only_loss": "Set train_on: completions.",
-    "split": "Set data_split.",
-    "dataset_prepared_path": "Set data_cache.",
-}
-"""Names that other trainers use, or that have no place here, and what to write instead."""
+from oomb_accel.setting_text import TOKEN_SETTINGS, is_choice_of_numbers, whole_numbers, with_unit
+from oomb_accel.training.other_names import OTHER_NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +34,8 @@ class Setting:
 
     def spell(self) -> str:
         """The types in words."""
-        return " or ".join(_spell(option) for option in self.options)
+        text = " or ".join(_spell(option) for option in self.options)
+        return f"{text} (of tokens: 131072 or 128K)" if self.name in TOKEN_SETTINGS else text
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -87,6 +61,7 @@ def check_value(name: str, value: Any, setting: Setting) -> Any:
     Raises:
         ValueError: it fits none of the types.
     """
+    value = with_unit(value) if setting.name in TOKEN_SETTINGS else value
     for option in setting.options:
         try:
             return _fit(value, option)
@@ -117,39 +92,34 @@ def read_settings(
     """
     values = {} if path is None else _load_yaml(path)
     block_settings = Setting.of(block_type)
-    for key, value in values.items():
-        if key not in settings:
-            raise ValueError(_unknown(str(key), settings, str(path)))
-        if key != "oomb":
-            values[key] = _at(str(path), key, value, settings[key])
     block = values.pop("oomb", None) or {}
     if not isinstance(block, dict):
         raise ValueError(
             f"In {path}: oomb must be a mapping.\n  Got {shown(block)}.\n  Example: oomb: {{chunk_tokens: 8192}}"
         )
-    for key, value in block.items():
-        if key not in block_settings:
-            raise ValueError(unknown_key_message(str(key), list(block_settings), f"the oomb block of {path}"))
-        block[key] = _at(f"the oomb block of {path}", key, value, block_settings[key])
-    flagged = set()
-    flags = {**settings, **{f"oomb.{key}": setting for key, setting in block_settings.items()}}
-    for flag, text in _split_flags(overrides, flags):
-        name = flag.lstrip("-").replace("-", "_")
-        if name.startswith("oomb."):
-            key = name.removeprefix("oomb.")
-            if key not in block_settings:
-                known = [f"--oomb.{known_key}" for known_key in block_settings]
-                raise ValueError(unknown_message("option", f"--{name}", known, "on the command line"))
-            block[key] = _from_text(flag, text, block_settings[key])
-            flagged.add(name)
-        elif name not in settings or name == "oomb":
-            raise ValueError(_unknown(name, settings, "", option=flag))
-        else:
-            values[name] = _from_text(flag, text, settings[name])
-            flagged.add(name)
+    flags = {name: setting for name, setting in settings.items() if name != "oomb"}
+    flags |= {f"oomb.{key}": setting for key, setting in block_settings.items()}
+    typed = [(flag, flag.lstrip("-").replace("-", "_"), text) for flag, text in _split_flags(overrides, flags)]
+    _refuse_unknown(
+        [
+            *(_unknown(str(key), settings, str(path)) for key in values if key not in settings),
+            *(
+                unknown_key_message(str(key), list(block_settings), f"the oomb block of {path}")
+                for key in block
+                if key not in block_settings
+            ),
+            *(_unknown_option(flag, name, settings, block_settings) for flag, name, _ in typed if name not in flags),
+        ],
+        path,
+    )
+    values = {key: _at(str(path), key, value, settings[key]) for key, value in values.items()}
+    block = {key: _at(f"the oomb block of {path}", key, value, block_settings[key]) for key, value in block.items()}
+    for flag, name, text in typed:
+        into = block if name.startswith("oomb.") else values
+        into[name.removeprefix("oomb.")] = _from_text(flag, text, flags[name])
     place = f"the oomb block of {path or 'the options'}" + (" with the options over it" if overrides and path else "")
     values["oomb"] = block_type.from_dict(block, place=place)
-    return values, frozenset(flagged)
+    return values, frozenset(name for _, name, _ in typed)
 
 
 def _load_yaml(path: Path) -> dict[str, Any]:
@@ -220,6 +190,9 @@ def _from_text(flag: str, text: str, setting: Setting) -> Any:
     """A value as typed on the command line, in the setting's type."""
     if text.lower() in ("null", "none") and types.NoneType in setting.options:
         return None
+    number = with_unit(text)
+    if setting.name in TOKEN_SETTINGS and not isinstance(number, str):
+        return number
     as_list = text.startswith("[") and list[str] in setting.options
     for option in (list[str],) if as_list else setting.options:
         try:
@@ -255,6 +228,33 @@ def _at(place: str, name: str, value: Any, setting: Setting) -> Any:
         raise ValueError(f"In {place}: {error}") from None
 
 
+def _refuse_unknown(messages: list[str], path: Path | None) -> None:
+    """Refuse settings that there are not: one by its message, several together, with the file named once.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if len(messages) == 1:
+        raise ValueError(messages[0])
+    if messages:
+        lines = [m.replace(f" in {path}", "", 1).replace(f" of {path}", "", 1).splitlines() for m in messages]
+        found = (f"{what.removeprefix('Unknown ').rstrip('.')}: {_short(remedy)}" for what, *_, remedy in lines)
+        raise ValueError(
+            "\n  ".join(
+                (
+                    f"{len(messages)} settings are not known{'' if path is None else f' in {path}'}.",
+                    *found,
+                    "Names that other trainers use are in docs/migration.md, all of ours in oomb train --help.",
+                )
+            )
+        )
+
+
+def _short(remedy: str) -> str:
+    """Without the list of all names, where nothing is like the wrong one."""
+    return "nothing is called like it." if remedy.lstrip().startswith("Valid ") else remedy.strip()
+
+
 def _unknown(key: str, settings: Mapping[str, Setting], place: str, *, option: str | None = None) -> str:
     """The text of the error for a key that is no setting of a recipe, or for an option so called."""
     what = f"key {key!r} in {place}" if option is None else f"option {option!r} on the command line"
@@ -267,6 +267,15 @@ def _unknown(key: str, settings: Mapping[str, Setting], place: str, *, option: s
         return unknown_key_message(key, list(settings), place)
     known = [f"--{name}" for name in settings if name != "oomb"]
     return unknown_message("option", f"--{key}", known, "on the command line")
+
+
+def _unknown_option(
+    flag: str, name: str, settings: Mapping[str, Setting], block_settings: Mapping[str, Setting]
+) -> str:
+    if not name.startswith("oomb."):
+        return _unknown(name, settings, "", option=flag)
+    known = [f"--oomb.{key}" for key in block_settings]
+    return unknown_message("option", f"--{name}", known, "on the command line")
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

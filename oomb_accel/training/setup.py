@@ -26,6 +26,7 @@ from oomb_accel.training.folder import RunFolder
 from oomb_accel.training.identity import (
     Identity,
     adapter_digest,
+    check_same_function,
     check_same_on_all_ranks,
     data_digest,
     model_digest,
@@ -51,6 +52,8 @@ def prepare(recipe: Recipe) -> Run:
     accelerator = make_accelerator(recipe)
     resolved = _settings(recipe, accelerator)
     recipe.oomb, folder.origins = resolved.config, dict(resolved.origins)
+    if folder.resume is not None:
+        check_same_function(recipe, folder.resume, read_progress(folder.resume)["recipe"])
     set_seed(recipe.seed)
     tokenizer = load_tokenizer(recipe)
     corpus = load_corpus(recipe, tokenizer)

@@ -24,6 +24,7 @@ from tests.harness.tolerance import assert_same_gradients, assert_twice_plain
 
 pytestmark = needs_deepspeed
 
+THRESHOLD = "stage3_param_persistence_threshold"
 UNEQUAL = steps_of(((100, 37), (12,)), ((5,), (49, 3)))
 """Two steps: 9 chunks against one ordinary step, then the other way round."""
 
@@ -68,6 +69,12 @@ def test_a_single_rank(stage: int, tmp_path: Path) -> None:
 
 def test_parameters_on_the_cpu(tmp_path: Path) -> None:
     job = Job(steps=UNEQUAL, stage=3, offload=True, zero={"offload_param": {"device": "cpu"}})
+    _check(job, tmp_path)
+
+
+def test_adapters_that_are_not_divided(tmp_path: Path) -> None:
+    """As engines have it where the config is silent; the model's largest weights are divided."""
+    job = Job(steps=UNEQUAL, stage=3, lora={}, model={"hidden_size": 64}, zero={THRESHOLD: 64 * 64 - 1})
     _check(job, tmp_path)
 
 

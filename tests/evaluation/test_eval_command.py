@@ -54,6 +54,24 @@ def test_context_lengths_that_nobody_asked_for_are_none_too_long(
     assert [row["context"] for row in report["context"]] == [0, 508]
 
 
+def test_a_folder_is_said_to_be_one_document(
+    tmp_path: Path, model_folder: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And how to have its files one by one."""
+    folder = tmp_path / "held"
+    folder.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (folder / name).write_text(text.read_text()[:200])
+    arguments = [model_folder, "--data", folder, "--parts", "position", "--first_bucket", "64"]
+    report = report_of(tmp_path, *arguments)
+    said = capsys.readouterr().out
+    assert len(report["documents"]) == 1 and len(report["notes"]) == 1
+    assert "held: one document of 2 files" in said and "--folder_as files makes each file a" in said
+    report = report_of(tmp_path, *arguments, "--folder_as", "files")
+    assert [Path(document["name"]).name for document in report["documents"]] == ["a.txt", "b.txt"]
+    assert "2 files, each by itself" in capsys.readouterr().out
+
+
 def test_a_part_alone(tmp_path: Path, model_folder: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of(tmp_path, model_folder, "--data", text, "--parts", "position", "--first_bucket", "64")
     assert report["position"] and not report["facts"] and not report["context"] and report["adapter"] is None

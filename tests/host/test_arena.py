@@ -66,6 +66,27 @@ def test_reserve_does_notwait_for() -> None:
     arena.close()
 
 
+def test_all_that_was_reserved_can_be_waited_for() -> None:
+    arena = make_arena(4)
+    arena.wait()
+    arena.reserve(4 * SLAB)
+    arena.wait()
+    assert arena.num_bytes == 4 * SLAB
+    arena.close()
+
+
+def test_nobody_waits_for_what_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: mapping_file.HostMapping, start: int, end: int) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(mapping_file.HostMapping, "touch", refuse)
+    arena = make_arena(4)
+    arena.reserve(3 * SLAB)
+    arena.wait()
+    assert arena.num_bytes == 0
+    arena.close()
+
+
 def test_who_waits_gets_what_is_given_back() -> None:
     go_on = threading.Event()
     arena = make_arena(2, FakeCuda(lambda number: wait_for(go_on) if number else None))

@@ -69,7 +69,7 @@ def test_values_and_gradients_are_those_of_peft(x_needs_grad: bool) -> None:
     x = torch.randn(3, 5, 24, dtype=torch.float64, requires_grad=x_needs_grad)
     dout = torch.randn(3, 5, 24, dtype=torch.float64)
     wanted = outcome(model, x, dout)
-    with fused_lora(lora_layers(model)):
+    with fused_lora(lora_layers(model))():
         found = outcome(model, x, dout)
     assert len(found) == len(wanted) == 5 + x_needs_grad
     for ours, theirs in zip(found, wanted, strict=True):
@@ -89,7 +89,7 @@ def test_under_autocast_it_is_at_least_as_exact() -> None:
     wanted = outcome(exact, x.detach().double().requires_grad_(), dout.double())
     sides = []
     for layers in ([], lora_layers(model)):
-        with fused_lora(layers), torch.autocast("cpu", torch.bfloat16):
+        with fused_lora(layers)(), torch.autocast("cpu", torch.bfloat16):
             sides.append(outcome(model, x, dout))
     for peft, ours, truth in zip(*sides, wanted, strict=True):
         assert ours.dtype == peft.dtype
@@ -101,14 +101,14 @@ def test_autocast_leaves_fp64_alone() -> None:
     x = torch.randn(3, 24, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
         wanted = model(x)
-        with fused_lora(lora_layers(model)):
+        with fused_lora(lora_layers(model))():
             torch.testing.assert_close(model(x), wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_plain_lora_is_fused_and_nothing_stays_behind() -> None:
     model = adapted()
     x = torch.randn(3, 5, 24, dtype=torch.float64, requires_grad=True)
-    with fused_lora(lora_layers(model)):
+    with fused_lora(lora_layers(model))():
         assert num_fused(model(x)) == 2
     assert not any("forward" in vars(layer) for layer in lora_layers(model))
     assert num_fused(model(x)) == 0
@@ -158,7 +158,7 @@ def test_what_is_not_plain_is_left_to_peft(kind: str) -> None:
     torch.manual_seed(1)
     wanted = model(x)
     torch.manual_seed(1)
-    with fused_lora(lora_layers(model)):
+    with fused_lora(lora_layers(model))():
         found = model(x)
     assert torch.equal(found, wanted)
     assert num_fused(found) == 0
@@ -167,7 +167,7 @@ def test_what_is_not_plain_is_left_to_peft(kind: str) -> None:
 def test_dropout_does_not_matter_in_evaluation() -> None:
     model = adapted(lora_dropout=0.5).eval()
     x = torch.randn(3, 5, 24, dtype=torch.float64)
-    with fused_lora(lora_layers(model)):
+    with fused_lora(lora_layers(model))():
         assert num_fused(model(x)) == 2
 
 
@@ -177,7 +177,7 @@ def test_inputs_of_any_shape_and_outputs_that_are_changed_in_place(shape: tuple[
     layer = getattr(adapted().base_model.model, name)
     x = torch.randn(*shape[:-1], layer.in_features, dtype=torch.float64, requires_grad=True)
     wanted = layer(x).mul(2)
-    with fused_lora([layer]):
+    with fused_lora([layer])():
         found = layer(x)
         assert num_fused(found) == 1
         found = found.mul_(2)
@@ -190,7 +190,7 @@ def test_a_forward_that_somebody_else_has_changed_is_theirs(monkeypatch: pytest.
     model = adapted()
     monkeypatch.setattr(lora.Linear, "forward", lambda self, x: self.base_layer(x))
     x = torch.randn(3, 24, dtype=torch.float64)
-    with fused_lora(lora_layers(model)):
+    with fused_lora(lora_layers(model))():
         assert torch.equal(model(x), model.base_model.model.down.base_layer(torch.relu(model.base_model.model.up(x))))
 
 

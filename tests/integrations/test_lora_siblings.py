@@ -51,7 +51,7 @@ def attention_of(model: Any) -> Any:
 
 
 def fused(model: nn.Module) -> AbstractContextManager[None]:
-    return fused_lora(lora_layers(model), lora_siblings(model.modules()))
+    return fused_lora(lora_layers(model), lora_siblings(model.modules()))()
 
 
 def num_shared(*outs: Tensor) -> int:
@@ -144,7 +144,7 @@ def watched(model: Any, layers: AbstractContextManager[None], x: Tensor) -> Watc
 @pytest.mark.parametrize("x_needs_grad", [True, False])
 def test_the_input_is_read_once_and_gradients_are_not_summed(x_needs_grad: bool) -> None:
     model, x = adapted(), torch.randn(200, WIDTH, dtype=torch.float64, requires_grad=x_needs_grad)
-    alone, shared = (watched(model, layers, x) for layers in (fused_lora(lora_layers(model)), fused(model)))
+    alone, shared = (watched(model, layers, x) for layers in (fused_lora(lora_layers(model))(), fused(model)))
     num_products, num_sums = (
         [sum(name in kinds for name in watch.names) for watch in (alone, shared)]
         for kinds in (("mm", "addmm", "addmm_"), ("add", "add_"))
@@ -152,7 +152,23 @@ def test_the_input_is_read_once_and_gradients_are_not_summed(x_needs_grad: bool)
     # Of x A^T and dA one instead of three, of dx += dy A where it is wanted; and no sums of three dx.
     assert num_products[1] == num_products[0] - (6 if x_needs_grad else 4)
     assert num_sums == [2 if x_needs_grad else 0, 0]
-    assert shared.peak_bytes <= alone.peak_bytes
+    copies = sum(p.nbytes for name, p in model.named_parameters() if "lora_A" in name)
+    assert shared.peak_bytes <= alone.peak_bytes + copies
+
+
+def test_what_a_step_looks_at_once_is_forgotten_with_it() -> None:
+    """Weights that have changed since, and adapters that were switched off."""
+    model, x = adapted(torch.bfloat16), torch.randn(9, WIDTH).bfloat16()
+    with fused(model):
+        first = model(x)
+    with torch.no_grad():
+        attention_of(model).q_proj.lora_A["default"].weight.mul_(3)
+    with fused(model):
+        second = model(x)
+    torch.testing.assert_close(second, model(x), rtol=0.05, atol=0.05)
+    assert (first - second).abs().max() > 0.1
+    with fused(model), model.disable_adapter():
+        assert torch.equal(model(x), attention_of(model)(x))
 
 
 def test_the_same_bits_again() -> None:

@@ -109,7 +109,7 @@ def test_other_variables_are_left_alone(variable: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "text"), [("OOMB_CHUNK_TOKENS", "8k"), ("OOMB_DETERMINISTIC", "maybe"), ("OOMB_BACKEND", "cuda")]
+    ("variable", "text"), [("OOMB_CHUNK_TOKENS", "8kb"), ("OOMB_DETERMINISTIC", "maybe"), ("OOMB_BACKEND", "cuda")]
 )
 def test_text_that_does_not_fit_names_variable_value_and_what_is_allowed(variable: str, text: str) -> None:
     with pytest.raises(ValueError, match=rf"{variable}(?s:.*){text}(?s:.*)Allowed:"):

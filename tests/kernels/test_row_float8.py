@@ -112,7 +112,9 @@ def test_a_product_is_that_of_what_the_numbers_stand_for(with_bias: bool, dtype:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("num_rows", "outputs", "inputs"), [(515, 512, 3584), (1, 3584, 3584), (8192, 512, 18944)])
+@pytest.mark.parametrize(
+    ("num_rows", "outputs", "inputs"), [(515, 512, 3584), (1, 3584, 3584), (7, 512, 3584), (8192, 512, 18944)]
+)
 def test_the_scaled_product(num_rows: int, outputs: int, inputs: int, with_bias: bool, fast: bool) -> None:
     """torch's, against the definition in fp64: bf16's rounding, and with fast sums a little more."""
     x = rows((num_rows, inputs), torch.bfloat16, "cuda")

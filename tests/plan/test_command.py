@@ -12,6 +12,7 @@ import pytest
 
 from oomb_accel.cli import main
 from oomb_accel.cli.estimate import token_count
+from oomb_accel.plan.sizes import GIB
 
 
 def run(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str]:
@@ -54,9 +55,58 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_base_weights_in_8_bits(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys, "qwen2.5-7b --length 64K --base_dtype float8")
-    assert code == 0 and "base weights in float8" in text and "weights in 8 bits" in text
+    assert code == 0 and "base weights in float8" in " ".join(text.split()) and "weights in 8 bits" in text
     assert run(capsys, "qwen2.5-7b --length 64K --base_dtype float8 --full")[0] == 2
-    assert "base weights in float8" not in run(capsys, "qwen2.5-7b --length 64K")[1]
+    assert "in float8" not in " ".join(run(capsys, "qwen2.5-7b --length 64K")[1].split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "qwen2.5-7b --length 2M --attention sparse --page_grad_dtype bfloat16",
+        "qwen3-8b --length 2M",
+        "qwen2.5-7b --length 512K --attention sparse --chunk_tokens auto --page_grad_dtype auto",
+        "qwen2.5-72b --length 128K --gpus 8 --zero 3 --host_gib 560",
+        "qwen2.5-72b --length 128K --gpus 8 --zero 3 --host_gib 560 --chunk_tokens auto",
+        "qwen2.5-0.5b --gpu a100 --gpu_gib 40",
+    ],
+)
+def test_no_line_is_wider_than_100(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    _, text = run(capsys, words)
+    assert [line for line in text.splitlines() if len(line) > 100] == []
+
+
+def test_host_memory_has_a_least_and_a_most(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The most is what may be pinned, in a recipe too; a limit below the least is refused, and is among the changes."""
+    words = "qwen2.5-7b --length 512K --attention sparse --top_k 16 --page_grad_dtype bfloat16 --device_pages_gib 8"
+    found = report(capsys, f"{words} --host_memory_gib 46")
+    least = found["pinned_bytes"]["K, V and page gradients"]
+    assert least < 46 * GIB == found["host_most_bytes"] - found["pageable_bytes"]["process"]
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "model_name_or_path: qwen2.5-7b\nmax_length: 512K\noomb: {attention: sparse, page_grad_dtype: bfloat16, "
+        "device_pages_gib: 8, host_memory_gib: 20}\n"
+    )
+    code, text = run(capsys, str(recipe))
+    assert code == 1 and "20.0 GiB may be used" in text and "  host_memory_gib: auto " in text
+    _, text = run(capsys, f"{recipe} --host_memory_gib 60")
+    assert "It fits" in text and "and up to, where there is room" in text
+
+
+def test_distinct_pages_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = [{"step": n, "distinct_share": share} for n, share in enumerate((0.1, 0.2, None), 1)]
+    fields = {"loss": 1, "grad_norm": 1, "tokens": 9, "tokens_per_second": 1, "seconds": 1, "host_gib": 1}
+    lines = [json.dumps({k: v for k, v in row.items() if v is not None} | fields) for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    words = "qwen2.5-7b --length 2M --attention sparse --top_k 16 --page_grad_dtype bfloat16"
+    by_run = report(capsys, f"{words} --distinct {tmp_path}")
+    assert by_run["seconds"] == report(capsys, f"{words} --distinct 0.15")["seconds"]
+    assert by_run["chosen"] == [f"distinct=0.15, as in {tmp_path}"]
+    (tmp_path / "metrics.jsonl").write_text(lines[-1] + "\n")
+    code, text = run(capsys, f"{words} --distinct {tmp_path}")
+    assert code == 2 and "1 step(s), none of them with distinct_share" in text
+    code, text = run(capsys, f"{words} --distinct nowhere")
+    assert code == 2 and "There is no folder 'nowhere'" in text
 
 
 def test_other_gpus_are_marked(capsys: pytest.CaptureFixture[str]) -> None:

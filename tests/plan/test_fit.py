@@ -133,6 +133,23 @@ def test_base_weights_that_cannot_be_in_8_bits(more: dict[str, Any], what: str) 
     )
 
 
+def test_a_72b_on_eight_gpus() -> None:
+    """128K tokens per GPU, 560 GiB of host memory. By hand: activations of 80 layers are 2 x (4 x 8192 + 2 x 8192 +
+    2 x 1024 + 3 x 29568) bytes a token and layer and some for adapters and LSE, 171 GiB for 8,192 tokens, more than
+    the GPU has. Weights are 135.4 / 8, K and V 320 KiB a token. What is said to fit does."""
+    of = job("qwen2.5-72b", M // 8, num_gpus=8, zero_stage=3, host_bytes=560 * GIB)
+    found = estimate(of)
+    parts = found.memory.device
+    assert parts["activations of one chunk"] / GIB == pytest.approx(8192 * 80 * 2 * 139_904 / GIB, rel=0.01)
+    assert parts["weights"] / GIB == pytest.approx(135.4 / 8, rel=0.01)
+    assert found.memory.pages.value_bytes == (M // 8 - 8192) * 320 * 1024
+    assert not found.fits and found.refusal.splitlines()[2] == "  Set chunk_tokens=2048."
+    assert not estimate(replace(of, chunk_tokens=4096)).fits and estimate(replace(of, chunk_tokens=2048)).fits
+    both, alone = suggestions(of)
+    assert both.change == "chunk_tokens: 4096, page_grad_dtype: bfloat16" and alone.change == "chunk_tokens: 2048"
+    assert both.estimate.time.seconds < alone.estimate.time.seconds
+
+
 def test_optimizers_on_a_small_host_are_refused() -> None:
     of = job("qwen2.5-7b", M // 16, lora_r=0, num_gpus=8, zero_stage=1, zero_offload=True, host_bytes=100 * GIB)
     assert "Host memory" in estimate(of).refusal

@@ -68,9 +68,18 @@ def test_host_memory(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if "host_most_gib" in row], ids=lambda row: row["row"])
-def test_host_memory_is_the_least_that_a_step_takes(row: dict[str, Any]) -> None:
-    """Where there is room it takes more."""
-    assert estimated(row).memory.host_bytes / GIB < row["host_most_gib"] * (1 + WITHIN)
+def test_host_memory_is_between_its_least_and_its_most(row: dict[str, Any]) -> None:
+    """The most is the limit, or all pages that exist at one moment."""
+    memory = estimated(row).memory
+    assert memory.host_bytes / GIB < row["host_most_gib"] * (1 + WITHIN)
+    assert row["host_most_gib"] < memory.host_most_bytes / GIB * 1.03
+
+
+def test_the_most_that_a_step_takes_of_the_host_is_no_idle_number() -> None:
+    """Half of these steps reached it."""
+    rows = [row for row in ROWS if "host_most_gib" in row]
+    reached = [row["host_most_gib"] > 0.97 * estimated(row).memory.host_most_bytes / GIB for row in rows]
+    assert sum(reached) >= len(rows) / 2
 
 
 def test_on_average_it_is_closer() -> None:

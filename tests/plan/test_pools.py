@@ -102,6 +102,18 @@ def test_too_small_a_device_names_a_chunk_that_fits() -> None:
     assert "more GPUs" in divided.message and "ZeRO 3" not in divided.message
 
 
+def test_a_chunk_that_fits_the_device_must_leave_the_host_enough() -> None:
+    """What the device keeps of 120 GiB of pages grows with what shorter chunks leave it."""
+    pages = demand(60 * GIB, 60 * GIB, grad_dtype="float32")
+    found = plan(pages, 33 * GIB, host=101 * GIB, activation_bytes=40 * GIB)
+    assert found.message.splitlines()[2] == "  Set chunk_tokens=2048."
+    assert not plan(pages, 33 * GIB, host=101 * GIB, activation_bytes=20 * GIB, chunk_tokens=4096).fits
+    assert plan(pages, 33 * GIB, host=101 * GIB, activation_bytes=10 * GIB, chunk_tokens=2048).fits
+    nothing = plan(pages, 33 * GIB, host=50 * GIB, activation_bytes=40 * GIB).message.splitlines()[2]
+    assert nothing.startswith("  Set chunk_tokens=4096; for the host, of which 50.0 GiB may be used")
+    assert nothing.endswith("set page_grad_dtype='bfloat16', which halves the gradients.")
+
+
 def test_a_limit_on_the_pools() -> None:
     pages = demand(60 * GIB, 60 * GIB)
     assert plan(pages, 200 * GIB, device_pages_bytes=20 * GIB).device_value_bytes == 15 * GIB

@@ -86,8 +86,8 @@ RECIPES = [
     Bad("nested deeply", train_raw("run_name: " + "[" * 5000), ("recipe.yaml",)),
     Bad(
         "aliases that explode",
-        train_raw("\n".join(f"x{n}: &x{n} [{', '.join([f'*x{n - 1}' if n else '1'] * 9)}]" for n in range(9))),
-        ("'x0'",),
+        train_raw("x:\n" + "\n".join(f"- &x{n} [{', '.join([f'*x{n - 1}' if n else '1'] * 9)}]" for n in range(9))),
+        ("'x'",),
     ),
     Bad(
         "a value that explodes",

@@ -36,7 +36,7 @@ def test_train_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> N
     for words in (
         "--lora_r: a whole number (default: 16)",
         "Rank of the LoRA adapters",
-        "--oomb.chunk_tokens: a whole number or 'auto' (default: 8192)",
+        "--oomb.chunk_tokens: a whole number or 'auto' (of tokens: 131072 or 128K) (default: 8192)",
     ):
         assert words in text
 
@@ -127,3 +127,15 @@ def test_other_ways_to_start(script: str, monkeypatch: pytest.MonkeyPatch, capsy
         start(script if script == "oomb_accel" else str(ROOT / script), run_name="__main__")
     assert caught.value.code == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_one_of_several_processes_says_that_it_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop() -> int:
+        raise KeyboardInterrupt
+
+    for rank, said in (("0", "oomb x: interrupted\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert run_guarded(stop, "oomb x") == 130
+        assert capsys.readouterr().err == said

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from oomb_accel.config import OombConfig
 from oomb_accel.training.data import Document
-from oomb_accel.training.identity import adapter_digest, data_digest, model_digest
+from oomb_accel.training.identity import adapter_digest, check_same_function, data_digest, model_digest
 from oomb_accel.training.recipe import Recipe
 
 
@@ -60,3 +62,60 @@ def test_what_is_trained() -> None:
     frozen = model()
     next(frozen.parameters()).requires_grad_(False)
     assert adapter_digest(frozen, recipe) != adapter_digest(model(), recipe)
+
+
+def _recipe(lora_r: int = 16, rope: dict[str, Any] | None = None, **oomb: Any) -> Recipe:
+    block = OombConfig(**oomb)
+    return Recipe(
+        model_name_or_path="m", data_path="d", output_dir="o", lora_r=lora_r, rope_parameters=rope, oomb=block
+    )
+
+
+SPARSE: dict[str, Any] = {"attention": "sparse", "top_k": 16}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ({}, SPARSE, ["It has oomb.attention: dense; this run has oomb.attention: sparse."]),
+        (SPARSE, {}, ["It has oomb.attention: sparse; this run has oomb.attention: dense."]),
+        (SPARSE, {"enabled": False}, ["this run has oomb.attention: dense"]),
+        (SPARSE, SPARSE | {"top_k": 64}, ["It has oomb.top_k: 16; this run has oomb.top_k: 64."]),
+        (SPARSE, SPARSE | {"dense_layers": (0, -1)}, ["oomb.dense_layers: []", "oomb.dense_layers: [0, -1]"]),
+        (SPARSE, SPARSE | {"page_tokens": 64, "q_block": 64}, ["oomb.q_block: 128, oomb.page_tokens: 128; this run"]),
+        ({}, {"page_dtype": "float8"}, ["oomb.page_dtype: model; this run has oomb.page_dtype: float8"]),
+        ({}, {"rope": {"factor": 4.0}}, ["rope_parameters: null; this run has rope_parameters: {factor: 4.0}"]),
+        ({"lora_r": 0}, {"lora_r": 0} | SPARSE, ["another output_dir: model_name_or_path: run/checkpoint-2"]),
+        ({"lora_r": 8}, SPARSE, ["oomb merge run/checkpoint-2 --output_dir MERGED"]),
+    ],
+)
+def test_another_gradient_is_refused(before: dict[str, Any], now: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_same_function(_recipe(**now), Path("run/checkpoint-2"), _recipe(**before).to_dict())
+    message = str(caught.value)
+    assert len(message.splitlines()) == 3 and message.splitlines()[2].startswith("  Set ")
+    for words in said:
+        assert words in message
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"chunk_tokens": 4096, "page_tokens": 64, "span_tokens": 4096},
+        {"offload": True, "page_grad_dtype": "bfloat16", "keep_outputs": False},
+        {"device_pages_gib": 2.0, "host_memory_gib": 4.0, "backend": "torch", "deterministic": True},
+        {"enabled": False},
+    ],
+    ids=str,
+)
+def test_the_same_gradient_from_other_settings(now: dict[str, Any]) -> None:
+    check_same_function(_recipe(**now), Path("c"), _recipe().to_dict())
+
+
+def test_a_checkpoint_of_an_earlier_version() -> None:
+    """It lacks settings that came later, which had their defaults."""
+    before = _recipe(**SPARSE).to_dict()
+    del before["oomb"]["causal_selection"], before["rope_parameters"]
+    check_same_function(_recipe(**SPARSE), Path("c"), before)
+    with pytest.raises(ValueError, match="causal_selection: false"):
+        check_same_function(_recipe(**SPARSE, causal_selection=True), Path("c"), before)

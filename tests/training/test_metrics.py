@@ -113,6 +113,10 @@ def test_figures_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         assert found["tokens"] == 130 and found["tokens_per_second"] == 65 and found["trained_tokens"] == 128
         assert found["pages_selected"] == sum(counts) / len(counts) and found["pages_selected_most"] == max(counts)
+        could = sum(
+            min(s.lists.num_pages, s.lists.pages_GBK[0].numel()) * len(s.lists.pages_GBK) for s in record.found.values()
+        )
+        assert found["distinct_share"] == sum(counts) / could
         assert 0 < found["selected_mass"] <= 1
         flops = flops_of_attachment(state)
         assert flops is not None and flops.sparse is not None

@@ -1,5 +1,6 @@
 """Recipes: what is read, and what is refused with which message."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from oomb_accel import OombConfig
 from oomb_accel.sources import Source, resolve
+from oomb_accel.training.other_names import OTHER_NAMES
 from oomb_accel.training.recipe import Recipe
+from oomb_accel.training.settings import Setting
 
 Write = Callable[[dict[str, Any]], Path]
 ROOT = Path(__file__).parents[2]
@@ -69,6 +73,52 @@ def test_options_of_memory(settings: dict[str, Any], write_recipe: Write) -> Non
         path, ["--oomb.device-pages-gib", "auto", "--oomb.host_memory_gib=96", "--oomb.offload"]
     ).oomb
     assert (oomb.device_pages_gib, oomb.host_memory_gib, oomb.offload) == ("auto", 96.0, True)
+
+
+def test_numbers_of_tokens_with_a_unit(settings: dict[str, Any], write_recipe: Write) -> None:
+    """In a file, as options and in Python: K is 1,024, M is 1,048,576."""
+    block = {"chunk_tokens": "8K", "page_tokens": "0.125k", "span_tokens": "1_024K"}
+    path = write_recipe(settings | {"max_length": "1M", "eval_last_tokens": "0.5K", "oomb": block})
+    recipe = Recipe.from_yaml(path)
+    assert (recipe.max_length, recipe.eval_last_tokens) == (1 << 20, 512)
+    assert (recipe.oomb.chunk_tokens, recipe.oomb.page_tokens, recipe.oomb.span_tokens) == (8192, 128, 1 << 20)
+    recipe = Recipe.from_yaml(path, ["--max_length", "300K", "--oomb.chunk-tokens=4k", "--eval_last_tokens", "1,000K"])
+    assert (recipe.max_length, recipe.oomb.chunk_tokens) == (300 * 1024, 4096)
+    assert recipe.eval_last_tokens == 1_024_000
+    with pytest.raises(ValueError, match=r"300G[^$]*128K"):
+        Recipe.from_yaml(path, ["--max_length", "300G"])
+    with pytest.raises(ValueError, match="lora_r"):
+        Recipe.from_yaml(path, ["--lora_r", "8K"])  # no tokens
+
+
+def test_all_unknown_settings_at_once(settings: dict[str, Any], write_recipe: Write) -> None:
+    """As in a recipe of axolotl: each with what to write instead."""
+    others = {"base_model": "m", "sequence_len": 8, "flash_attention": True, "zzz": 1, "chunk_tokens": 64, "lora_rr": 8}
+    path = write_recipe(settings | others | {"oomb": {"chunk_token": 64}})
+    with pytest.raises(ValueError) as caught:
+        Recipe.from_yaml(path, ["--max_seq_length", "300K", "--oomb.topk=3"])
+    first, *found, last = str(caught.value).splitlines()
+    assert first == f"9 settings are not known in {path}." and "docs/migration.md" in last
+    assert {line.strip() for line in found} == {
+        "key 'base_model': Set model_name_or_path.",
+        "key 'sequence_len': Set max_length.",
+        "key 'flash_attention': Leave it out; oomb.backend chooses the attention kernels.",
+        "key 'zzz': nothing is called like it.",
+        "key 'chunk_tokens': Set oomb.chunk_tokens instead.",
+        "key 'lora_rr': Did you mean 'lora_r'?",
+        "key 'chunk_token' in the oomb block: Did you mean 'chunk_tokens'?",
+        "option '--max_seq_length' on the command line: Set max_length.",
+        "option '--oomb.topk' on the command line: Did you mean '--oomb.top_k'?",
+    }
+
+
+def test_other_names_are_no_settings_of_ours() -> None:
+    """And what they point to is one."""
+    assert not set(OTHER_NAMES) & set(Setting.of(Recipe))
+    for remedy in OTHER_NAMES.values():
+        words = re.findall(r"\b[Ss]et (\w+(?:\.\w+)?)", remedy)
+        for word in words:
+            assert word in Setting.of(Recipe) or word.removeprefix("oomb.") in Setting.of(OombConfig), remedy
 
 
 def test_traps_of_yaml_are_read_as_meant(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -218,6 +218,10 @@ def test_frozen_weights_are_not_saved(whole_run: Settings) -> None:
         ({"data_path": "other"}, ["another data", "rows.jsonl"]),
         ({"model_name_or_path": "other"}, ["another model", "model_name_or_path: "]),
         ({"seed": 1}, ["another seed", "seed: 42"]),
+        (
+            {"oomb": {"chunk_tokens": 64, "page_tokens": 8, "attention": "sparse", "top_k": 2}},
+            ["another oomb.attention", "Set oomb.attention: dense to go on", "oomb merge "],
+        ),
         ({"gradient_accumulation_steps": 3}, ["2 documents per step, this run 3", "gradient_accumulation_steps: 2"]),
         ({"per_device_train_batch_size": 3}, ["that divide 2"]),
         ({"max_steps": 4}, ["nothing left to train", "step 4 of 4", "max_steps=6"]),
@@ -275,3 +279,15 @@ def _with_other_weights(model: Path, folder: Path) -> Path:
     changed.model.norm.weight.data[3] += 0.5
     changed.save_pretrained(folder)
     return folder
+
+
+def test_another_chunk_with_sparse_attention_is_no_small_change(
+    rows: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = {"page_tokens": 8, "attention": "sparse", "top_k": 2}
+    rows |= {"lora_dropout": 0.0, "max_steps": 3, "oomb": {**block, "chunk_tokens": 64}}
+    train(recipe_of(rows | {"output_dir": str(tmp_path / "whole")}))
+    assert "what a token sees" not in capsys.readouterr().out
+    again = rows | {"oomb": {**block, "chunk_tokens": 32}}
+    train(recipe_of(again | {"resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2")}))
+    assert "also changes what a token sees" in capsys.readouterr().out
