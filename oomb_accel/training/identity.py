@@ -107,10 +107,11 @@ def function_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
         recipe: as `Recipe.to_dict`, perhaps of an earlier version, which had fewer settings.
     """
     block = OombConfig().to_dict() | recipe["oomb"]
-    found = {"rope_parameters": recipe.get("rope_parameters"), "oomb.attention": "dense", "oomb.page_dtype": "model"}
+    plain = {"attention": "dense", "page_dtype": "model", "base_dtype": "model"}
+    found = {"rope_parameters": recipe.get("rope_parameters")} | {f"oomb.{name}": plain[name] for name in plain}
     if not block["enabled"]:
         return found
-    names = ["attention", "page_dtype"]
+    names = list(plain)
     if block["attention"] == "sparse":
         names += [*SPARSE_SETTINGS, "page_tokens"]
     return found | {f"oomb.{name}": block[name] for name in names}

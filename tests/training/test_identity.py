@@ -84,6 +84,7 @@ SPARSE: dict[str, Any] = {"attention": "sparse", "top_k": 16}
         (SPARSE, SPARSE | {"dense_layers": (0, -1)}, ["oomb.dense_layers: []", "oomb.dense_layers: [0, -1]"]),
         (SPARSE, SPARSE | {"page_tokens": 64, "q_block": 64}, ["oomb.q_block: 128, oomb.page_tokens: 128; this run"]),
         ({}, {"page_dtype": "float8"}, ["oomb.page_dtype: model; this run has oomb.page_dtype: float8"]),
+        ({}, {"base_dtype": "float8"}, ["oomb.base_dtype: model; this run has oomb.base_dtype: float8"]),
         ({}, {"rope": {"factor": 4.0}}, ["rope_parameters: null; this run has rope_parameters: {factor: 4.0}"]),
         ({"lora_r": 0}, {"lora_r": 0} | SPARSE, ["another output_dir: model_name_or_path: run/checkpoint-2"]),
         ({"lora_r": 8}, SPARSE, ["oomb merge run/checkpoint-2 --output_dir MERGED"]),
