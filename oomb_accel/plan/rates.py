@@ -38,11 +38,12 @@ LAYER_PASS_SECONDS = 0.25e-3
 SPARSE_LAYER_SECONDS = 0.8e-3
 """Of a layer that selects pages, in one forward: scores, lists, merging."""
 
-# Of sparse layers while pages are on the host. A description, not an explanation: see docs/estimate.md.
-LISTS_SECONDS = 2.6e-3
-"""What the forward of a layer takes longer: the mean of three runs (1.6, 2.9 and 3.2 ms), from their progress lines."""
-HOST_LAYER_SECONDS, HOST_RECORD_SECONDS = 11.5e-3, 9.5e-6
-"""Least time of a layer in the backward sweep, and for each record that its lists name: least squares over six rows."""
+HOST_PASS_SECONDS, HOST_ADAPTER_PASS_SECONDS = 3.2e-3, 5.6e-3
+"""What the host takes to launch a layer in one pass, without adapters and with them; of the lent machine, whose cores are
+slow (7 us for a small operation of torch)."""
+HOST_LAYER_SECONDS, HOST_RECORD_SECONDS = 0.7e-3, 0.47e-6
+"""What the host's work for pages adds to a sparse layer of a chunk while some pages are away, and for each record that
+moves: three steps with lists at random, host memory made before (docs/benchmarks.md, pages in host memory)."""
 
 ZERO3_LAYER_SECONDS = 0.75e-3
 """What DeepSpeed's hooks add to a layer in one pass."""

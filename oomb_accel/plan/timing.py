@@ -44,8 +44,9 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
         last = chunk.index == num_chunks - 1
         repeated = not (last and job.keep_last_graph)
         _compute(job, chunk, step, repeated=repeated, attends_again=repeated and chunk.index not in memory.kept)
-    _transfers(job, memory, step)
     passes = 3 * num_chunks - (1 if job.keep_last_graph else 0)
+    _launching(job, step, passes)
+    _transfers(job, memory, step)
     _zero(job, step, passes)
     _optimizer(job, step)
     return step
@@ -92,6 +93,12 @@ def _compute(job: Job, chunk: Chunk, step: StepTime, *, repeated: bool, attends_
         step.parts["selection of pages"] += layers * scores / (rates.SCORING * peak)
 
 
+def _launching(job: Job, step: StepTime, passes: int) -> None:
+    """What is quicker to compute than to launch takes as long as launching does."""
+    per_layer = rates.HOST_ADAPTER_PASS_SECONDS if job.lora_r else rates.HOST_PASS_SECONDS
+    step.parts["launches"] += max(0.0, per_layer * job.model.num_layers * passes - step.seconds)
+
+
 def attended_pairs(job: Job, chunk: Chunk) -> tuple[float, float, float]:
     """(Query, key) pairs of a chunk over all layers: inside it, densely with its past, and with selected pages."""
     tokens, past, layout = chunk.num_tokens, len(chunk.past_pages) * job.page_tokens, job.pages
@@ -117,7 +124,7 @@ def _transfers(job: Job, memory: Memory, step: StepTime) -> None:
 
     What a chunk needs of the pages that exist is absent in the proportion in which they exceed the pool. Copies of each
     direction run beside the computation; in the forward sweep of sparse layers only beside the attention of the chunk
-    to itself, since before that nobody knows which pages are wanted. What sparse layers lose beside waiting is fitted.
+    to itself, since before that nobody knows which pages are wanted. What sparse layers lose beside waiting is the host's time.
     """
     plan, schedule, layout = memory.plan, memory.schedule, job.pages
     if not plan.offloads or not schedule.num_pages:
@@ -128,6 +135,9 @@ def _transfers(job: Job, memory: Memory, step: StepTime) -> None:
     weights = [_share_of_time(job, chunk) for chunk in schedule.chunks]
     values_per_page = memory.pages.value_bytes / schedule.num_pages
     gradients_per_page = memory.pages.gradient_bytes / schedule.num_pages
+    num_records = schedule.num_pages * len(layout.windows) * layout.num_kv_heads
+    value_record = memory.pages.value_bytes / num_records
+    gradient_record = memory.pages.gradient_bytes / num_records
     sparse = len(layout.sparse_layers) / len(layout.windows)
     own_share = step.parts["attention inside chunks"] / (1 + rates.BACKWARD) / num_chunks
     waiting, by_host, untouched, num_layers = 0.0, 0.0, 1.0, len(layout.windows)
@@ -154,10 +164,9 @@ def _transfers(job: Job, memory: Memory, step: StepTime) -> None:
         hidden = own_share if sparse == 1 else seconds / 4
         waiting += max(0.0, max(read, written) / rate - hidden)
         waiting += max(0.0, max(up, down) / rate - seconds * 3 / 4)
-        if values_absent:  # the host looks at a layer's lists before it goes on
-            by_host += sparse * num_layers * rates.LISTS_SECONDS
-        host = num_layers * (rates.HOST_LAYER_SECONDS + rates.HOST_RECORD_SECONDS * seen * layout.num_kv_heads)
-        by_host += sparse * max(0.0, host - seconds * 3 / 4)
+        if values_absent:
+            moved = (read + written + read_again) / value_record + dirty * (had + 1) / gradient_record
+            by_host += sparse * (num_layers * rates.HOST_LAYER_SECONDS + moved * rates.HOST_RECORD_SECONDS)
     step.parts["waiting for host memory"] = waiting
     step.parts["host's work for pages"] = by_host
 
