@@ -163,8 +163,9 @@ class CudaMover:
     ) -> Mark:
         self._order(stream, after)
         method = self._method if self._pinned() else "loop"
-        with torch.cuda.stream(stream):
-            used = copy_records(sources, targets, record_bytes, to_device=to_device, device=self._device, method=method)
+        used = copy_records(
+            sources, targets, record_bytes, to_device=to_device, device=self._device, method=method, stream=stream
+        )
         event = _record(stream)
         _keep(self._in_flight, used, event)
         return event
