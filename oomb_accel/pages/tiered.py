@@ -11,6 +11,7 @@ Legend: L layers, G KV heads, N pages of the stream, n pages of a range.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TypeAlias, TypeVar
 
@@ -29,6 +30,7 @@ from oomb_accel.pages.slots import SlotQueue
 from oomb_accel.pages.stored import Wanted, WantedLater
 from oomb_accel.pages.table import NO_SLOT
 from oomb_accel.schedule import PageRange
+from oomb_kernels import clear_records, set_slots
 
 Worth: TypeAlias = Callable[[int, Places], Worths]
 """How much these records of a layer are worth keeping on the device: the least worth leave first. Within a sweep a
@@ -113,7 +115,7 @@ class TieredPages:
 
     def clear(self, layer: int, pages: PageRange, wanted: Wanted) -> None:
         slots = _row(self._slots, layer)[self._places(pages, wanted)]
-        self.pool.storage.index_fill_(0, self._mover.to_device(slots).long(), 0)
+        self._mover.launch(lambda numbers: clear_records(self.pool.storage, numbers[0]), slots)
 
     def use(self, layer: int, *ranges: PageRange, wanted: WantedLater | None = None, write: bool = False) -> Tensor:
         assert wanted is None or len(ranges) == 1
@@ -204,8 +206,8 @@ class TieredPages:
         if self._moved[layer]:
             moved = np.concatenate(self._moved[layer])
             self._moved[layer].clear()
-            where, slots = self._mover.to_device(np.stack([moved, _row(self._slots, layer)[moved]]).astype(np.int32))
-            self._mirror[layer].view(-1).index_copy_(0, where.long(), slots)
+            slots, first = _row(self._slots, layer), layer * self._slots[layer].size
+            self._mover.launch(functools.partial(set_slots, self._mirror, first), moved, slots[moved])
         parts = [self._mirror[layer, pages.first : pages.end] for pages in ranges]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).t().contiguous()
 

@@ -217,10 +217,13 @@ def test_driver_calls(fake: FakeDriver, copy: Callable[..., None]) -> None:
 @pytest.mark.parametrize("copy", [cuda_copies.copy_batch, cuda_copies.copy_each])
 def test_context_is_as_it_was(fake: FakeDriver, copy: Callable[..., None], before: list[int]) -> None:
     """Of another device, or none, or the right one, which is not made current again."""
-    pushed = []
-    push = fake.library.cuCtxPushCurrent_v2
-    fake.library.cuCtxPushCurrent_v2 = lambda context: (pushed.append(context), push(context))[1]
-    fake.contexts = list(before)
+    pushed, push = [], fake.library.cuCtxPushCurrent_v2
+
+    def watched(context: int) -> int:
+        pushed.append(context)
+        return int(push(context))
+
+    fake.library.cuCtxPushCurrent_v2, fake.contexts = watched, list(before)
     store = random_store(2, 16)
     copy(addresses(store, np.array([0])), addresses(store, np.array([1])), np.array([16]),
          to_device=True, device_index=3, stream=5)  # fmt: skip
