@@ -106,7 +106,7 @@ class TieredPages:
         here = self._places(pages, wanted)
         for table in (self._slots, self._host_slots):
             assert (_row(table, layer)[here] == NO_SLOT).all(), "a record is made once"
-        slots, marks = self._take(layer, len(here))
+        slots, marks = self._room(layer, len(here))
         self._mover.wait(marks)
         self._in_use[layer].append(here)
         self._put(layer, here, slots)
@@ -127,22 +127,29 @@ class TieredPages:
         self._wait_for(arrival)
         return slots_GN
 
-    def expect(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> bool:
-        """Start to bring what a later use will miss.
+    def expect(self, layer: int, uses: Iterable[tuple[PageRange, Wanted | None]]) -> int:
+        """Start to bring what later uses will miss.
 
         Returns:
-            False where free slots are too few for now.
+            For how many of them, in order, free slots are enough for now.
         """
-        here = self._places(pages, wanted)
-        missing = self._missing(layer, here)
-        if len(self._free) - len(missing) < self._largest_use:
-            return False
-        if len(missing):
-            self._bring(layer, missing)
+        expected, coming, marks = list[Places](), list[Places](), list[Mark]()
+        for pages, wanted in uses:
+            here = self._places(pages, wanted)
+            absent, missing = self._missing(layer, here)
+            if len(self._free) - len(missing) < self._largest_use:
+                break
+            if len(missing):
+                coming.append(missing)
+                marks += self._take(layer, missing)
+            expected.append(self._existing(layer, here, absent, missing))
+        self._bring(layer, coming, marks)
+        for missing in coming:
             self._least_worth[layer].note(missing)
-        _row(self._expected, layer)[here] += _row(self._slots, layer)[here] != NO_SLOT
+        for here in expected:
+            _row(self._expected, layer)[here] += 1
         self._layers_expected.add(layer)
-        return True
+        return len(expected)
 
     def forget_expected(self) -> None:
         """Nothing is expected any more: what was brought for uses that never came may leave."""
@@ -176,18 +183,23 @@ class TieredPages:
         """Have these records on the device. Returns the upload that has to be waited for, 0 where there is none."""
         # Before anything is brought: what is used must not give way to it.
         self._in_use[layer] += uses
-        slots, expected, arrival = _row(self._slots, layer), _row(self._expected, layer), 0
+        used, coming, marks, arrival = list[Places](), list[Places](), list[Mark](), 0
         for here in uses:
-            missing = self._missing(layer, here)
+            absent, missing = self._missing(layer, here)
             if len(missing):
-                self._bring(layer, missing)
-            used = here[slots[here] != NO_SLOT]
-            expected[used] -= expected[used] > 0
+                coming.append(missing)
+                marks += self._take(layer, missing)
+            used.append(self._existing(layer, here, absent, missing))
+        self._bring(layer, coming, marks)
+        for here in used:
+            if layer in self._layers_expected:
+                expected = _row(self._expected, layer)
+                expected[here] = np.maximum(expected[here], 1) - 1
             if write:
-                _row(self._changed, layer)[used] = True
+                _row(self._changed, layer)[here] = True
             if self._num_uploads > self._uploads_seen:
-                arrival = max(arrival, int(_row(self._arrivals, layer)[used].max(initial=0)))
-            self._least_worth[layer].note(used)
+                arrival = max(arrival, int(_row(self._arrivals, layer)[here].max(initial=0)))
+            self._least_worth[layer].note(here)
         return arrival
 
     def _use_any(self, layer: int, pages: PageRange) -> int:
@@ -211,32 +223,44 @@ class TieredPages:
         parts = [self._mirror[layer, pages.first : pages.end] for pages in ranges]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).t().contiguous()
 
-    def _missing(self, layer: int, here: Places) -> Places:
-        """Those that only the host has."""
-        if not self._away[layer]:
-            return here[:0]
-        lacking = here[_row(self._slots, layer)[here] == NO_SLOT]
-        return lacking[_row(self._host_slots, layer)[lacking] != NO_SLOT]
+    def _missing(self, layer: int, here: Places) -> tuple[Places, Places]:
+        """Those that are not on the device, and those of them that the host has."""
+        absent = here[_row(self._slots, layer)[here] == NO_SLOT]
+        if not len(absent) or not self._away[layer]:
+            return absent, absent[:0]
+        return absent, absent[_row(self._host_slots, layer)[absent] != NO_SLOT]
 
-    def _bring(self, layer: int, missing: Places) -> None:
-        slots, marks = self._take(layer, len(missing))
+    def _existing(self, layer: int, here: Places, absent: Places, missing: Places) -> Places:
+        """Those of these records that there are, when what was missing has slots."""
+        return here if len(absent) == len(missing) else here[_row(self._slots, layer)[here] != NO_SLOT]
+
+    def _take(self, layer: int, missing: Places) -> list[Mark]:
+        """Give slots to records that only the host has. Returns the marks behind which they may be brought."""
+        slots, marks = self._room(layer, len(missing))
+        self._put(layer, missing, slots)
+        _row(self._arrivals, layer)[missing] = self._num_uploads + 1  # at once: until then the host must keep them
+        self._away[layer] -= len(missing)
+        return marks
+
+    def _bring(self, layer: int, coming: list[Places], marks: list[Mark]) -> None:
+        """Copy records that have just got slots to the device."""
+        if not coming:
+            return
+        missing = coming[0] if len(coming) == 1 else np.concatenate(coming)
         self._num_uploads += 1
         self._uploads[self._num_uploads] = self._mover.upload(
             self._host.addresses(_row(self._host_slots, layer)[missing]),
-            self._device_addresses(slots),
+            self._device_addresses(_row(self._slots, layer)[missing]),
             self._record_bytes,
             after=(*marks, self._downloads[layer]),
         )
-        self._put(layer, missing, slots)
-        _row(self._arrivals, layer)[missing] = self._num_uploads
-        self._away[layer] -= len(slots)
 
     def _put(self, layer: int, here: Places, slots: npt.NDArray[np.int32]) -> None:
         """Records get slots."""
         _row(self._slots, layer)[here] = slots
         self._moved[layer].append(here)
 
-    def _take(self, layer: int, count: int) -> tuple[npt.NDArray[np.int32], list[Mark]]:
+    def _room(self, layer: int, count: int) -> tuple[npt.NDArray[np.int32], list[Mark]]:
         """Free slots for a layer; what others have ahead of time goes back where there are too few."""
         self._largest_use = max(self._largest_use, count)
         for other in range(len(self._quotas)):
