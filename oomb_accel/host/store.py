@@ -93,9 +93,10 @@ class HostStore:
     def _run(self, count: int) -> Slots | None:
         """The lowest run of free slots within a slab that is long enough."""
         for place in np.flatnonzero(self._longest >= max(count, 1)).tolist():
-            edges = np.diff(self._is_free[place].astype(np.int8), prepend=0, append=0)
-            starts = np.flatnonzero(edges == 1)
-            lengths = np.flatnonzero(edges == -1) - starts
+            bounded = np.zeros(self.records_per_slab + 2, bool)
+            bounded[1:-1] = self._is_free[place]
+            edges = np.flatnonzero(bounded[1:] != bounded[:-1])
+            starts, lengths = edges[::2], edges[1::2] - edges[::2]
             self._longest[place] = lengths.max(initial=0)
             fitting = starts[lengths >= count]
             if fitting.size:
@@ -104,14 +105,11 @@ class HostStore:
 
     def _lowest(self, count: int) -> Slots:
         """The lowest free slots, of as few slabs as that takes."""
-        found = []
-        for place in np.flatnonzero(self._num_free).tolist():
-            if count == 0:
-                break
-            free = np.flatnonzero(self._is_free[place])[:count]
-            found.append(place * self.records_per_slab + free)
-            count -= free.size
-        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+        first, last = np.searchsorted(
+            np.cumsum(self._num_free), [1, count]
+        ).tolist()  # places of the first and the last
+        free: Slots = np.flatnonzero(self._is_free[first : last + 1])[:count] + first * self.records_per_slab
+        return free
 
     def _mark(self, slots: Slots, is_free: bool) -> Slots:
         """Returns how many it were in each place."""

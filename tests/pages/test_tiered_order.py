@@ -344,6 +344,32 @@ def test_what_is_still_on_its_way_keeps_its_place_on_the_host() -> None:
     assert found == [2]
 
 
+def test_what_is_about_to_be_brought_keeps_its_place_on_the_host() -> None:
+    """Of two ranges the second needs a slot of layer 1, whose record the host has no room for."""
+    bench = Bench((0, 0), 2, store=plain_store(RECORD_BYTES, records_per_slab=1, most_slabs=2))
+    bench.away(2, 3)
+    bench.write(1, 0, 10)
+    assert bench.expect(1, PageRange(0, 1))
+    bench.records.settle(1)
+    with pytest.raises(HostMemoryError):
+        bench.records.use(0, PageRange(2, 3), PageRange(3, 4))
+    assert bench.store.num_records == 2 and bench.on_device(1) == [0]
+
+
+def test_what_is_needed_at_once_comes_in_one_batch() -> None:
+    bench = Bench((0, 0), 6)
+    bench.away(0, 1, 3, 4, 5)
+    before = bench.mover.num_copies
+    uses = [(PageRange(0, 2), None), (PageRange(3, 6), np.array([1], np.int32)), (PageRange(7, 8), None)]
+    assert bench.records.expect(0, uses) == 3 and bench.mover.num_copies == before + 1
+    assert bench.on_device(0) == [0, 1, 4]
+    bench.records.use(0, PageRange(3, 4), PageRange(5, 6))
+    assert bench.mover.num_copies == before + 2
+    found = [bench.read(0, page) for page in (0, 1, 3, 4, 5)]
+    bench.mover.synchronize()
+    assert found == [[0], [1], [3], [4], [5]]
+
+
 def test_nothing_is_lost_where_host_memory_ends_in_an_eviction_of_clean_and_changed_records() -> None:
     """A clean record that leaves beside changed ones is not on the device as well: its copy must stay."""
     bench = Bench((1, 1), 5, store=plain_store(RECORD_BYTES, records_per_slab=2, most_slabs=1))
