@@ -146,9 +146,10 @@ class Foresight:
         coming = self._chunks[chunk.index : chunk.index + 2]
         if self._last_count.get(layer) == chunk.index:  # behind its selection the layer has the chunk's use behind it
             coming = coming[1:]
-        for pages in (pages for chunk in coming for pages in self._always(layer, chunk)):
+        for pages in (pages for chunk in coming for pages in _always(self._reach(layer, chunk), chunk)):
             here = self._places(pages)
-            worth[(places >= here.start) & (places < here.stop)] = _ALWAYS
+            first, end = np.searchsorted(places, (here.start, here.stop))
+            worth[first:end] = _ALWAYS
         return worth
 
     def _by_next_use(self, kind: Kind, layer: int, places: Places) -> Worths:
@@ -171,20 +172,20 @@ class Foresight:
         assert self._selector is not None
         reach, touched = self._reach(layer, chunk), self._selector.touched(layer, chunk)
         if reach is None or touched is not None:
-            for pages in self._always(layer, chunk):
+            for pages in _always(reach, chunk):
                 uses[self._places(pages)] = chunk.index
         if reach is not None and touched is not None:
             uses[self._named(reach, touched)] = chunk.index
         if kind == "gradients":
             uses[self._places(chunk.own_pages)] = chunk.index
 
-    def _always(self, layer: int, chunk: Chunk) -> tuple[PageRange, ...]:
-        """What the chunk uses whatever it selects."""
-        reach = self._reach(layer, chunk)  # None where it is short enough to attend to everything
-        return (chunk.past_pages,) if reach is None else (reach.sinks, reach.recents)
-
     def _named(self, reach: Reach, touched: TouchedPages) -> Places:
         return touched().astype(np.int64) + reach.candidates.first * self._num_heads
 
     def _places(self, pages: PageRange) -> slice:
         return slice(pages.first * self._num_heads, pages.end * self._num_heads)
+
+
+def _always(reach: Reach | None, chunk: Chunk) -> tuple[PageRange, ...]:
+    """What a chunk uses whatever it selects. None is a past short enough to attend to everything."""
+    return (chunk.past_pages,) if reach is None else (reach.sinks, reach.recents)

@@ -24,6 +24,7 @@ from oomb_kernels.page_select import page_centroids, page_mass, pool_queries, to
 from oomb_kernels.page_store import load_pages, store_pages
 from oomb_kernels.record_copy import CopyMethod, available_copy_methods, best_copy_method, copy_records
 from oomb_kernels.row_float8 import float8_product, has_float8_product, quantize_rows
+from oomb_kernels.slot_update import clear_records, set_slots
 from oomb_kernels.token_loss import token_log_probs, token_log_probs_backward_
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "check_float8",
     "check_page_kernels",
     "choose_backend",
+    "clear_records",
     "copy_records",
     "dense_attention_backward",
     "dense_attention_forward",
@@ -54,6 +56,7 @@ __all__ = [
     "pool_queries",
     "quantize_pages",
     "quantize_rows",
+    "set_slots",
     "store_pages",
     "token_log_probs",
     "token_log_probs_backward_",

@@ -6,8 +6,6 @@ are int64 [n], contiguous: addresses, and bytes of each copy.
 """
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -91,16 +89,15 @@ def copy_batch(
             "cuMemcpyBatchAsync takes any stream of its own, not handle 0.\n"
             'Call it under torch.cuda.stream(torch.cuda.Stream()), or use method "loop".'
         )
-    order = _attributes(to_device, device_index)
-    first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-    starts = [array.ctypes.data for array in (targets, sources, sizes)]
-    with _context_of(device_index):
+    batch, failed = _driver().batch, ctypes.c_size_t(0)
+    target, source, size = (array.ctypes.data for array in (targets, sources, sizes))
+    order, first = _attributes(to_device, device_index)
+    with _Context(device_index):
         for begin in range(0, len(sizes), _MOST_COPIES):
-            count = min(_MOST_COPIES, len(sizes) - begin)
-            code = _driver().batch(
-                *(start + 8 * begin for start in starts), count,
-                ctypes.byref(order), ctypes.byref(first), 1, ctypes.byref(failed), stream,
-            )  # fmt: skip
+            count, skipped = min(_MOST_COPIES, len(sizes) - begin), 8 * begin
+            code = batch(
+                target + skipped, source + skipped, size + skipped, count, order, first, 1, ctypes.byref(failed), stream
+            )
             if code:
                 raise _refused(code, begin + min(failed.value, count - 1), sources, targets, sizes)
 
@@ -111,7 +108,7 @@ def copy_each(
     """Enqueues the copies one by one, in order; host memory that is not pinned makes it wait for each."""
     library = _driver().library
     copy = library.cuMemcpyHtoDAsync_v2 if to_device else library.cuMemcpyDtoHAsync_v2
-    with _context_of(device_index):
+    with _Context(device_index):
         for number, (source, target, size) in enumerate(
             zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True)
         ):
@@ -120,12 +117,14 @@ def copy_each(
                 raise _refused(code, number, sources, targets, sizes)
 
 
-def _attributes(to_device: bool, device_index: int) -> _Attributes:
-    """Of every copy of a batch. Sources are read in stream order: read earlier, records going to the host might not
-    have been written yet."""
+@cache
+def _attributes(to_device: bool, device_index: int) -> tuple[Any, Any]:
+    """References to those of every copy of a batch, and to the number of the first copy that has them. Sources are read
+    in stream order: read earlier, records going to the host might not have been written yet."""
     host, device = _Location(_ON_HOST, 0), _Location(_ON_DEVICE, device_index)
     source, target = (host, device) if to_device else (device, host)
-    return _Attributes(_STREAM_ORDER, source, target, 0)
+    order = _Attributes(_STREAM_ORDER, source, target, 0)
+    return ctypes.byref(order), ctypes.byref(ctypes.c_size_t(0))
 
 
 @cache
@@ -139,6 +138,7 @@ def _driver() -> _Driver:
         "cuDeviceGet": (pointer, integer),
         "cuDeviceGetAttribute": (pointer, integer, integer),
         "cuDevicePrimaryCtxRetain": (pointer, integer),
+        "cuCtxGetCurrent": (pointer,),
         "cuCtxPushCurrent_v2": (pointer,),
         "cuCtxPopCurrent_v2": (pointer,),
         "cuMemcpyHtoDAsync_v2": (pointer, pointer, size, pointer),
@@ -166,15 +166,22 @@ def _primary_context(device_index: int) -> int:
     return context.value
 
 
-@contextmanager
-def _context_of(device_index: int) -> Iterator[None]:
-    """Copies may come from a thread where CUDA's runtime has not made the device current yet."""
-    library = _driver().library
-    _check(library.cuCtxPushCurrent_v2(_primary_context(device_index)), "cuCtxPushCurrent")
-    try:
-        yield
-    finally:
-        library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+class _Context:
+    """The device's is current inside: copies may come from a thread where CUDA's runtime has not made it so yet."""
+
+    def __init__(self, device_index: int) -> None:
+        self._wanted, self._pushed = _primary_context(device_index), False
+
+    def __enter__(self) -> None:
+        library, current = _driver().library, ctypes.c_void_p()
+        _check(library.cuCtxGetCurrent(ctypes.byref(current)), "cuCtxGetCurrent")
+        if current.value != self._wanted:
+            _check(library.cuCtxPushCurrent_v2(self._wanted), "cuCtxPushCurrent")
+            self._pushed = True
+
+    def __exit__(self, *error: object) -> None:
+        if self._pushed:
+            _driver().library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 def _check(code: int, name: str) -> None:

@@ -42,9 +42,19 @@ _KERNEL_ADVANTAGE = 3.0
 def merge_runs(sources: Int64s, targets: Int64s, record_bytes: int) -> tuple[Int64s, Int64s, Int64s]:
     """Sources, targets and bytes of the fewest copies that do the same, in the same order: neighbours in the lists
     that are neighbours in memory on both sides are one."""
-    joined = (np.diff(sources) == record_bytes) & (np.diff(targets) == record_bytes)
-    firsts = np.concatenate(([0], np.flatnonzero(~joined) + 1)) if len(sources) else np.empty(0, np.int64)
-    sizes = np.diff(firsts, append=len(sources)) * record_bytes
+    if not len(sources):
+        return sources, targets, np.empty(0, np.int64)
+    apart = np.empty(len(sources), bool)
+    apart[0] = True
+    np.not_equal(sources[:-1] + record_bytes, sources[1:], out=apart[1:])
+    apart[1:] |= targets[:-1] + record_bytes != targets[1:]
+    firsts = apart.nonzero()[0]
+    if len(firsts) == len(sources):
+        return sources, targets, np.full(len(sources), record_bytes)
+    sizes = np.empty_like(firsts)
+    np.subtract(firsts[1:], firsts[:-1], out=sizes[:-1])
+    sizes[-1] = len(sources) - firsts[-1]
+    sizes *= record_bytes
     return sources[firsts], targets[firsts], sizes
 
 
@@ -56,8 +66,9 @@ def copy_records(
     to_device: bool,
     device: torch.device,
     method: CopyMethod,
+    stream: torch.cuda.Stream | None = None,
 ) -> object:
-    """Copies record i from sources[i] to targets[i], on the current stream of `device`.
+    """Copies record i from sources[i] to targets[i].
 
     The records are copied in no particular order. Lists in ascending order make the longest runs; memory ranges that
     were registered apart must not touch, or a run could cover two of them.
@@ -68,6 +79,7 @@ def copy_records(
         to_device: False copies to the host.
         device: a CUDA device; with "cpu" everything is host memory and is copied at once, whatever the method.
         method: ``kernel`` needs pinned host memory, ``batch`` a stream other than the default one, ``loop`` takes all.
+        stream: None is the current one of `device`.
 
     Returns: what must be kept alive until the stream has passed; the lists need not.
 
@@ -78,7 +90,8 @@ def copy_records(
     if not len(sources):
         return None
     if device.type == "cuda" and method == "kernel":
-        return launch_copy_records(sources, targets, record_bytes, device)
+        with torch.cuda.stream(stream):
+            return launch_copy_records(sources, targets, record_bytes, device)
     runs = merge_runs(sources, targets, record_bytes)
     if device.type != "cuda":
         for source, target, size in zip(*(array.tolist() for array in runs), strict=True):
@@ -86,7 +99,8 @@ def copy_records(
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
     copy = copy_batch if method == "batch" else copy_each
-    copy(*runs, to_device=to_device, device_index=index, stream=torch.cuda.current_stream(device).cuda_stream)
+    handle = (stream or torch.cuda.current_stream(device)).cuda_stream
+    copy(*runs, to_device=to_device, device_index=index, stream=handle)
     return None
 
 

@@ -27,7 +27,8 @@ class HostStore:
         self.records_per_slab = arena.slab_bytes // record_bytes
         self._arena = arena
         self._slabs: list[Slab | None] = []  # by place
-        self._addresses = np.zeros(0, dtype=np.int64)  # of the slab in each place
+        self._slab_addresses = np.zeros(0, dtype=np.int64)  # by place
+        self._addresses = np.zeros(1, dtype=np.int64)  # of allocated slots, others 0; the last always 0, for slot -1
         self._is_free = np.zeros((0, self.records_per_slab), dtype=bool)  # nothing is free where there is no slab
         self._num_free = np.zeros(0, dtype=np.int64)  # by place
         self._longest = np.zeros(0, dtype=np.int64)  # by place: no run of free slots is longer, it may be shorter
@@ -65,18 +66,23 @@ class HostStore:
 
     def free(self, slots: Slots) -> None:
         """Forget these records; all of them must be allocated."""
-        assert np.unique(slots).size == slots.size, "a slot is freed once"
-        assert self._are_allocated(slots), "only what is allocated can be freed"
-        self._mark(slots, True)
-        for place in np.unique(slots // self.records_per_slab).tolist():
-            if self._num_free[place] == self.records_per_slab:
-                self._give(place)
+        addresses, numbers = self.addresses(slots), np.arange(slots.size)
+        self._addresses[slots] = numbers
+        if not np.array_equal(self._addresses[slots], numbers):  # of equal slots, one has the number of another
+            self._addresses[slots] = addresses
+            raise AssertionError("a slot is freed once")
+        change = self._mark(slots, True)
+        for place in np.flatnonzero((change > 0) & (self._num_free == self.records_per_slab)).tolist():
+            self._give(place)
 
     def addresses(self, slots: Slots) -> Slots:
         """Address of each record; all of them must be allocated."""
-        assert self._are_allocated(slots), "only what is allocated has an address"
-        place, record = np.divmod(slots, self.records_per_slab)
-        return self._addresses[place] + record * self.record_bytes
+        try:
+            addresses: Slots = self._addresses[slots]
+        except IndexError:
+            addresses = np.zeros(1, dtype=np.int64)
+        assert addresses.all(), "only what is allocated has an address"
+        return addresses
 
     def close(self) -> None:
         """Give all slabs back. All slots become invalid."""
@@ -84,20 +90,13 @@ class HostStore:
             if slab is not None:
                 self._give(place)
 
-    def _are_allocated(self, slots: Slots) -> bool:
-        if slots.size == 0:
-            return True
-        if slots.min() < 0 or slots.max() >= self._is_free.size:
-            return False
-        held = self._addresses[slots // self.records_per_slab] != 0
-        return bool((held & ~self._is_free.reshape(-1)[slots]).all())
-
     def _run(self, count: int) -> Slots | None:
         """The lowest run of free slots within a slab that is long enough."""
         for place in np.flatnonzero(self._longest >= max(count, 1)).tolist():
-            edges = np.diff(self._is_free[place].astype(np.int8), prepend=0, append=0)
-            starts = np.flatnonzero(edges == 1)
-            lengths = np.flatnonzero(edges == -1) - starts
+            bounded = np.zeros(self.records_per_slab + 2, bool)
+            bounded[1:-1] = self._is_free[place]
+            edges = np.flatnonzero(bounded[1:] != bounded[:-1])
+            starts, lengths = edges[::2], edges[1::2] - edges[::2]
             self._longest[place] = lengths.max(initial=0)
             fitting = starts[lengths >= count]
             if fitting.size:
@@ -106,22 +105,28 @@ class HostStore:
 
     def _lowest(self, count: int) -> Slots:
         """The lowest free slots, of as few slabs as that takes."""
-        found = []
-        for place in np.flatnonzero(self._num_free).tolist():
-            if count == 0:
-                break
-            free = np.flatnonzero(self._is_free[place])[:count]
-            found.append(place * self.records_per_slab + free)
-            count -= free.size
-        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+        first, last = np.searchsorted(
+            np.cumsum(self._num_free), [1, count]
+        ).tolist()  # places of the first and the last
+        free: Slots = np.flatnonzero(self._is_free[first : last + 1])[:count] + first * self.records_per_slab
+        return free
 
-    def _mark(self, slots: Slots, is_free: bool) -> None:
+    def _mark(self, slots: Slots, is_free: bool) -> Slots:
+        """Returns how many it were in each place."""
+        places = slots // self.records_per_slab
         self._is_free.reshape(-1)[slots] = is_free
-        change = np.bincount(slots // self.records_per_slab, minlength=len(self._slabs))
-        self._num_free += change if is_free else -change
-        # A freed slot may join two runs; how long they are is found out when it matters.
-        self._longest = np.where(change > 0, self._num_free, self._longest) if is_free else self._longest
-        self._longest = np.minimum(self._longest, self._num_free)
+        change = np.bincount(places, minlength=len(self._slabs))
+        if is_free:
+            self._addresses[slots] = 0
+            self._num_free += change
+            # A freed slot may join two runs; how long they are is found out when it matters.
+            self._longest = np.where(change > 0, self._num_free, self._longest)
+        else:
+            records = slots - places * self.records_per_slab
+            self._addresses[slots] = self._slab_addresses[places] + records * self.record_bytes
+            self._num_free -= change
+            self._longest = np.minimum(self._longest, self._num_free)
+        return change
 
     def _add_slabs(self, count: int) -> None:
         """Take so many slabs, or none."""
@@ -140,7 +145,10 @@ class HostStore:
         """Put a slab in the lowest empty place."""
         if None not in self._slabs:
             self._slabs.append(None)
-            self._addresses = np.append(self._addresses, 0)
+            self._slab_addresses = np.append(self._slab_addresses, 0)
+            if len(self._addresses) <= len(self._slabs) * self.records_per_slab:  # doubled, or many slabs make it slow
+                more = np.zeros(len(self._addresses) + self.records_per_slab, dtype=np.int64)
+                self._addresses = np.concatenate([self._addresses, more])
             self._num_free = np.append(self._num_free, 0)
             self._longest = np.append(self._longest, 0)
             self._is_free = np.concatenate([self._is_free, np.zeros((1, self.records_per_slab), dtype=bool)])
@@ -156,6 +164,7 @@ class HostStore:
         """Fill a place with an empty slab, or empty it."""
         num_free = 0 if slab is None else self.records_per_slab
         self._slabs[place] = slab
-        self._addresses[place] = 0 if slab is None else slab.address
+        self._slab_addresses[place] = 0 if slab is None else slab.address
+        self._addresses[place * self.records_per_slab : (place + 1) * self.records_per_slab] = 0
         self._is_free[place] = slab is not None
         self._num_free[place] = self._longest[place] = num_free

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import Protocol
 
 from oomb_accel.pages.room import Kind
@@ -32,8 +33,8 @@ class Need:
 class Bringer(Protocol):
     """Records that can be on the host."""
 
-    def expect(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> bool:
-        """Start to bring what a later use will miss; False where there is no room for now."""
+    def expect(self, layer: int, uses: Iterable[tuple[PageRange, Wanted | None]]) -> int:
+        """Start to bring what later uses will miss, in order as far as there is room for now. Returns for how many."""
 
     def forget_expected(self) -> None:
         """Nothing is expected any more."""
@@ -46,12 +47,17 @@ class Itinerary:
         self._needs: Sequence[Need] = ()
         self._done = 0
         """Needs before this one lie behind."""
-        self._brought = 0
-        """Needs before this one were brought."""
+        self._numbers: dict[Kind, list[int]] = {}
+        """Of the needs of each kind."""
+        self._brought: dict[Kind, int] = {}
+        """So many of them were brought, or lie behind."""
 
     def begin(self, needs: Sequence[Need]) -> None:
         """Follow these needs from now on."""
-        self._needs, self._done, self._brought = needs, 0, 0
+        self._needs, self._done, self._numbers = needs, 0, {}
+        for number, need in enumerate(needs):
+            self._numbers.setdefault(need.kind, []).append(number)
+        self._brought = dict.fromkeys(self._numbers, 0)
 
     def passed(self, kind: Kind, layer: int, *ranges: PageRange) -> None:
         """Tell of a use."""
@@ -63,15 +69,27 @@ class Itinerary:
                     break
 
     def bring(self, records: dict[Kind, Bringer]) -> None:
-        """Bring what comes next, as far as there is room, at most two layers ahead."""
-        self._brought = max(self._brought, self._done)
-        step = self._needs[self._done - 1].step if self._done else 0
-        while self._brought < len(self._needs):
-            need = self._needs[self._brought]
-            if need.step > step + STEPS_AHEAD:
-                break
-            keeper = records.get(need.kind)
-            wanted = need.wanted() if need.wanted is not None and keeper is not None else None
-            if keeper is not None and not keeper.expect(need.layer, need.pages, wanted):
-                break
-            self._brought += 1
+        """Bring what comes next, as far as there is room, at most two layers ahead: the needs of a step and kind at
+        once, since every batch of copies has a price."""
+        last = (self._needs[self._done - 1].step if self._done else 0) + STEPS_AHEAD
+        for kind, keeper in records.items():
+            numbers, brought = self._numbers.get(kind, []), self._brought.get(kind, 0)
+            while brought < len(numbers):
+                first = self._needs[numbers[brought]]
+                if numbers[brought] < self._done:
+                    brought += 1
+                    continue
+                if first.step > last:
+                    break
+                step = self._of_step(numbers, brought)
+                uses = ((need.pages, None if need.wanted is None else need.wanted()) for need in step)
+                count = keeper.expect(first.layer, uses)
+                brought += count
+                if count < len(step):
+                    break
+            self._brought[kind] = brought
+
+    def _of_step(self, numbers: list[int], first: int) -> list[Need]:
+        """The needs of one step, from this one on."""
+        step = self._needs[numbers[first]].step
+        return list(takewhile(lambda need: need.step == step, (self._needs[n] for n in islice(numbers, first, None))))

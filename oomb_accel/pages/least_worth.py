@@ -72,11 +72,11 @@ class LeastWorth:
         """Candidates that are still on the device and worth no more than the limit."""
         if self._candidates is None:
             return np.zeros(0, np.int64), np.zeros(0, np.float32)
-        # Half as wide, they are sorted many times faster.
-        places = np.sort(np.concatenate([self._candidates, *self._noted]).astype(np.int32)).astype(np.int64)
-        here = slots[places] != NO_SLOT
-        here[1:] &= places[1:] != places[:-1]
-        places = places[here]
+        asked = np.zeros(len(slots), bool)  # marks in a row are a sorted list without repetitions, for less than a sort
+        for places in (self._candidates, *self._noted):
+            asked[places] = True
+        asked &= slots != NO_SLOT
+        places = np.flatnonzero(asked)
         worths = worth(places)
         low = worths <= self._limit
         return places[low], worths[low]

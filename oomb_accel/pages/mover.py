@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from oomb_accel.pages.pinned import PinnedNumbers
 from oomb_kernels import CopyMethod, available_copy_methods, best_copy_method, copy_records
 
 Addresses: TypeAlias = npt.NDArray[np.int64]
@@ -22,8 +23,6 @@ Mark: TypeAlias = Any
 """A moment on a stream. None is the beginning of time."""
 
 
-_PIECE_BYTES = 4096
-"""Small arrays are copied by one program per piece."""
 _UNCOUNTED_WAITS = 256
 
 
@@ -48,8 +47,9 @@ class PageMover(Protocol):
     def download(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
         """Copy records from the device to the host, behind these marks."""
 
-    def to_device(self, array: npt.NDArray[np.int32]) -> Tensor:
-        """A few numbers for the computing stream, which do not queue behind uploads."""
+    def launch(self, kernel: Callable[[Tensor], None], *rows: npt.NDArray[np.integer]) -> None:
+        """Have the computing stream run a kernel that is given a few numbers, int32 ``[number of rows, M]``. They do
+        not queue behind uploads."""
 
     def guard(self, storage: Tensor) -> None:
         """Nobody else gets this memory, once it is dropped, before the copies in flight have passed."""
@@ -78,8 +78,8 @@ class HostMover:
         self.num_bytes["down"] += len(sources) * record_bytes
         copy_records(sources, targets, record_bytes, to_device=False, device=torch.device("cpu"), method="loop")
 
-    def to_device(self, array: npt.NDArray[np.int32]) -> Tensor:
-        return torch.from_numpy(array.copy())
+    def launch(self, kernel: Callable[[Tensor], None], *rows: npt.NDArray[np.integer]) -> None:
+        kernel(torch.from_numpy(np.stack(rows).astype(np.int32)))
 
     def guard(self, storage: Tensor) -> None:
         return None
@@ -97,7 +97,8 @@ class CudaMover:
         self._device = device
         self._pinned = pinned
         self._method: CopyMethod = best_copy_method(device)
-        self._small_by_kernel = "kernel" in available_copy_methods(device)
+        # A copy engine serves its queue in order, so a few bytes would wait behind megabytes.
+        self._numbers = PinnedNumbers(device, in_place="kernel" in available_copy_methods(device))
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._in_flight: deque[tuple[torch.cuda.Event, object]] = deque()
         """What copies read, and when they have passed."""
@@ -132,20 +133,8 @@ class CudaMover:
         self.num_bytes["down"] += len(sources) * record_bytes
         return self._copy(self._down, sources, targets, record_bytes, after, to_device=False)
 
-    def to_device(self, array: npt.NDArray[np.int32]) -> Tensor:
-        # A copy engine serves its queue in order, so a few bytes would wait behind megabytes: a kernel reads them.
-        size = -(-array.nbytes // _PIECE_BYTES) * _PIECE_BYTES
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        host[: array.nbytes].numpy().view(np.int32)[...] = array.reshape(-1)
-        device = torch.empty(size, dtype=torch.uint8, device=self._device)
-        if self._small_by_kernel:
-            offsets = np.arange(0, size, _PIECE_BYTES, dtype=np.int64)
-            pair = host.data_ptr() + offsets, device.data_ptr() + offsets
-            used = copy_records(*pair, _PIECE_BYTES, to_device=True, device=self._device, method="kernel")
-            _keep(self._in_flight, (host, used), self.now())
-        else:
-            device.copy_(host, non_blocking=True)
-        return device[: array.nbytes].view(torch.int32).view(array.shape)
+    def launch(self, kernel: Callable[[Tensor], None], *rows: npt.NDArray[np.integer]) -> None:
+        self._numbers.launch(kernel, *rows)
 
     def guard(self, storage: Tensor) -> None:
         storage.record_stream(self._up)
@@ -163,8 +152,9 @@ class CudaMover:
     ) -> Mark:
         self._order(stream, after)
         method = self._method if self._pinned() else "loop"
-        with torch.cuda.stream(stream):
-            used = copy_records(sources, targets, record_bytes, to_device=to_device, device=self._device, method=method)
+        used = copy_records(
+            sources, targets, record_bytes, to_device=to_device, device=self._device, method=method, stream=stream
+        )
         event = _record(stream)
         _keep(self._in_flight, used, event)
         return event

@@ -11,8 +11,9 @@ Legend: L layers, G KV heads, N pages of the stream, n pages of a range.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +30,21 @@ from oomb_accel.pages.slots import SlotQueue
 from oomb_accel.pages.stored import Wanted, WantedLater
 from oomb_accel.pages.table import NO_SLOT
 from oomb_accel.schedule import PageRange
+from oomb_kernels import clear_records, set_slots
 
 Worth: TypeAlias = Callable[[int, Places], Worths]
 """How much these records of a layer are worth keeping on the device: the least worth leave first. Within a sweep a
 record's worth falls with its use; what falls otherwise, as pages of a document that is over do, may stay a while."""
 
 
-_Number = TypeVar("_Number", bound=np.generic)
+class _Row(NamedTuple):
+    """The tables of one layer, each laid out in a row; views."""
+
+    slots: npt.NDArray[np.int32]
+    host_slots: npt.NDArray[np.int64]
+    changed: npt.NDArray[np.bool_]
+    expected: npt.NDArray[np.int8]
+    arrivals: npt.NDArray[np.int32]
 
 
 class TieredPages:
@@ -76,6 +85,8 @@ class TieredPages:
         self._uploads: dict[int, Mark] = {}
         """By number, those that the computing stream does not wait for yet."""
         self._num_uploads = self._uploads_seen = 0
+        tables = (self._slots, self._host_slots, self._changed, self._expected, self._arrivals)
+        self._rows = [_Row(*(table[layer].reshape(-1) for table in tables)) for layer in range(shape.num_layers)]
         self._resident = [0] * shape.num_layers
         self._away = [0] * shape.num_layers
         """Records that only the host has."""
@@ -98,22 +109,22 @@ class TieredPages:
 
     def lacking(self, layer: int, pages: PageRange, wanted: Wanted) -> Wanted:
         here = self._places(pages, wanted)
-        return wanted[(_row(self._slots, layer)[here] == NO_SLOT) & (_row(self._host_slots, layer)[here] == NO_SLOT)]
+        return wanted[(self._rows[layer].slots[here] == NO_SLOT) & (self._rows[layer].host_slots[here] == NO_SLOT)]
 
     def add(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> None:
         here = self._places(pages, wanted)
-        for table in (self._slots, self._host_slots):
-            assert (_row(table, layer)[here] == NO_SLOT).all(), "a record is made once"
-        slots, marks = self._take(layer, len(here))
+        for table in self._rows[layer][:2]:
+            assert (table[here] == NO_SLOT).all(), "a record is made once"
+        slots, marks = self._room(layer, len(here))
         self._mover.wait(marks)
         self._in_use[layer].append(here)
         self._put(layer, here, slots)
         self._least_worth[layer].note(here)
-        _row(self._changed, layer)[here] = True
+        self._rows[layer].changed[here] = True
 
     def clear(self, layer: int, pages: PageRange, wanted: Wanted) -> None:
-        slots = _row(self._slots, layer)[self._places(pages, wanted)]
-        self.pool.storage.index_fill_(0, self._mover.to_device(slots).long(), 0)
+        slots = self._rows[layer].slots[self._places(pages, wanted)]
+        self._mover.launch(lambda numbers: clear_records(self.pool.storage, numbers[0]), slots)
 
     def use(self, layer: int, *ranges: PageRange, wanted: WantedLater | None = None, write: bool = False) -> Tensor:
         assert wanted is None or len(ranges) == 1
@@ -121,26 +132,33 @@ class TieredPages:
             arrival = self._use_any(layer, ranges[0])  # everything is here: nobody waits to know what is wanted
         else:
             arrival = self._use(layer, [self._places(pages, wanted and wanted()) for pages in ranges], write)
-        slots_GN = self._slots_for_kernels(layer, ranges)  # while the mover's thread has uploads to start
+        slots_GN = self._slots_for_kernels(layer, ranges)  # while uploads are on their way
         self._wait_for(arrival)
         return slots_GN
 
-    def expect(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> bool:
-        """Start to bring what a later use will miss.
+    def expect(self, layer: int, uses: Iterable[tuple[PageRange, Wanted | None]]) -> int:
+        """Start to bring what later uses will miss.
 
         Returns:
-            False where free slots are too few for now.
+            For how many of them, in order, free slots are enough for now.
         """
-        here = self._places(pages, wanted)
-        missing = self._missing(layer, here)
-        if len(self._free) - len(missing) < self._largest_use:
-            return False
-        if len(missing):
-            self._bring(layer, missing)
+        expected, coming, marks = list[Places](), list[Places](), list[Mark]()
+        for pages, wanted in uses:
+            here = self._places(pages, wanted)
+            absent, missing = self._missing(layer, here)
+            if len(self._free) - len(missing) < self._largest_use:
+                break
+            if len(missing):
+                coming.append(missing)
+                marks += self._take(layer, missing)
+            expected.append(self._existing(layer, here, absent, missing))
+        self._bring(layer, coming, marks)
+        for missing in coming:
             self._least_worth[layer].note(missing)
-        _row(self._expected, layer)[here] += _row(self._slots, layer)[here] != NO_SLOT
+        for here in expected:
+            self._rows[layer].expected[here] += 1
         self._layers_expected.add(layer)
-        return True
+        return len(expected)
 
     def forget_expected(self) -> None:
         """Nothing is expected any more: what was brought for uses that never came may leave."""
@@ -174,18 +192,23 @@ class TieredPages:
         """Have these records on the device. Returns the upload that has to be waited for, 0 where there is none."""
         # Before anything is brought: what is used must not give way to it.
         self._in_use[layer] += uses
-        slots, expected, arrival = _row(self._slots, layer), _row(self._expected, layer), 0
+        used, coming, marks, arrival = list[Places](), list[Places](), list[Mark](), 0
         for here in uses:
-            missing = self._missing(layer, here)
+            absent, missing = self._missing(layer, here)
             if len(missing):
-                self._bring(layer, missing)
-            used = here[slots[here] != NO_SLOT]
-            expected[used] -= expected[used] > 0
+                coming.append(missing)
+                marks += self._take(layer, missing)
+            used.append(self._existing(layer, here, absent, missing))
+        self._bring(layer, coming, marks)
+        for here in used:
+            if layer in self._layers_expected:
+                expected = self._rows[layer].expected
+                expected[here] = np.maximum(expected[here], 1) - 1
             if write:
-                _row(self._changed, layer)[used] = True
+                self._rows[layer].changed[here] = True
             if self._num_uploads > self._uploads_seen:
-                arrival = max(arrival, int(_row(self._arrivals, layer)[used].max(initial=0)))
-            self._least_worth[layer].note(used)
+                arrival = max(arrival, int(self._rows[layer].arrivals[here].max(initial=0)))
+            self._least_worth[layer].note(here)
         return arrival
 
     def _use_any(self, layer: int, pages: PageRange) -> int:
@@ -202,39 +225,50 @@ class TieredPages:
     def _slots_for_kernels(self, layer: int, ranges: Iterable[PageRange]) -> Tensor:
         """int32 ``[G, n]``, as the mirror has them once it knows what has moved."""
         if self._moved[layer]:
-            moved = np.concatenate(self._moved[layer])
+            moved, slots = np.concatenate(self._moved[layer]), self._rows[layer].slots
             self._moved[layer].clear()
-            where, slots = self._mover.to_device(np.stack([moved, _row(self._slots, layer)[moved]]).astype(np.int32))
-            self._mirror[layer].view(-1).index_copy_(0, where.long(), slots)
+            self._mover.launch(functools.partial(set_slots, self._mirror, layer * slots.size), moved, slots[moved])
         parts = [self._mirror[layer, pages.first : pages.end] for pages in ranges]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).t().contiguous()
 
-    def _missing(self, layer: int, here: Places) -> Places:
-        """Those that only the host has."""
-        if not self._away[layer]:
-            return here[:0]
-        lacking = here[_row(self._slots, layer)[here] == NO_SLOT]
-        return lacking[_row(self._host_slots, layer)[lacking] != NO_SLOT]
+    def _missing(self, layer: int, here: Places) -> tuple[Places, Places]:
+        """Those that are not on the device, and those of them that the host has."""
+        absent = here[self._rows[layer].slots[here] == NO_SLOT]
+        if not len(absent) or not self._away[layer]:
+            return absent, absent[:0]
+        return absent, absent[self._rows[layer].host_slots[absent] != NO_SLOT]
 
-    def _bring(self, layer: int, missing: Places) -> None:
-        slots, marks = self._take(layer, len(missing))
+    def _existing(self, layer: int, here: Places, absent: Places, missing: Places) -> Places:
+        """Those of these records that there are, when what was missing has slots."""
+        return here if len(absent) == len(missing) else here[self._rows[layer].slots[here] != NO_SLOT]
+
+    def _take(self, layer: int, missing: Places) -> list[Mark]:
+        """Give slots to records that only the host has. Returns the marks behind which they may be brought."""
+        slots, marks = self._room(layer, len(missing))
+        self._put(layer, missing, slots)
+        self._rows[layer].arrivals[missing] = self._num_uploads + 1  # at once: until then the host must keep them
+        self._away[layer] -= len(missing)
+        return marks
+
+    def _bring(self, layer: int, coming: list[Places], marks: list[Mark]) -> None:
+        """Copy records that have just got slots to the device."""
+        if not coming:
+            return
+        missing = coming[0] if len(coming) == 1 else np.concatenate(coming)
         self._num_uploads += 1
         self._uploads[self._num_uploads] = self._mover.upload(
-            self._host.addresses(_row(self._host_slots, layer)[missing]),
-            self._device_addresses(slots),
+            self._host.addresses(self._rows[layer].host_slots[missing]),
+            self._device_addresses(self._rows[layer].slots[missing]),
             self._record_bytes,
             after=(*marks, self._downloads[layer]),
         )
-        self._put(layer, missing, slots)
-        _row(self._arrivals, layer)[missing] = self._num_uploads
-        self._away[layer] -= len(slots)
 
     def _put(self, layer: int, here: Places, slots: npt.NDArray[np.int32]) -> None:
         """Records get slots."""
-        _row(self._slots, layer)[here] = slots
+        self._rows[layer].slots[here] = slots
         self._moved[layer].append(here)
 
-    def _take(self, layer: int, count: int) -> tuple[npt.NDArray[np.int32], list[Mark]]:
+    def _room(self, layer: int, count: int) -> tuple[npt.NDArray[np.int32], list[Mark]]:
         """Free slots for a layer; what others have ahead of time goes back where there are too few."""
         self._largest_use = max(self._largest_use, count)
         for other in range(len(self._quotas)):
@@ -258,15 +292,16 @@ class TieredPages:
         excess = self._resident[layer] - self._quotas[layer]
         if excess <= 0:
             return
-        here = self._least_worth[layer].find(
-            excess, _row(self._slots, layer), lambda places: self._worth(layer, places)
-        )
-        self._leave(layer, here[_row(self._expected, layer)[here] == 0] if keep_expected else here)
+        row = self._rows[layer]
+        here = self._least_worth[layer].find(excess, row.slots, functools.partial(self._worth, layer))
+        if keep_expected and layer in self._layers_expected:
+            here = here[row.expected[here] == 0]
+        self._leave(layer, here)
 
     def _give_way(self, layer: int, count: int) -> None:
         """So many of a layer's own records leave, among those that it does not use now: brought ahead of time, or for a
         use that never came."""
-        idle = _row(self._slots, layer) != NO_SLOT
+        idle = self._rows[layer].slots != NO_SLOT
         for here in self._in_use[layer]:
             idle[here] = False
         places = np.flatnonzero(idle)
@@ -274,37 +309,46 @@ class TieredPages:
 
     def _leave(self, layer: int, here: Places) -> None:
         """These records leave the device."""
-        slots = _row(self._slots, layer)
-        now = self._mover.now()
-        changed = _row(self._changed, layer)[here]
-        kept_by_host, only_here = here[~changed], here[changed]
-        self._give_back(layer, kept_by_host, now)
-        slots[kept_by_host] = NO_SLOT  # before host memory is looked for: what has left is not on the device as well
-        self._save(layer, only_here, now)
-        slots[only_here] = NO_SLOT
-        _row(self._expected, layer)[here] = 0
+        if not len(here):
+            return
+        row, now = self._rows[layer], self._mover.now()
+        changed = row.changed[here]
+        if changed.all():
+            only_here = here
+        else:
+            kept_by_host, only_here = here[~changed], here[changed]
+            self._give_back(layer, kept_by_host, now)
+            row.slots[kept_by_host] = NO_SLOT  # before host memory is looked for: they are not on the device as well
+        if len(only_here):
+            self._save(layer, only_here, now)
+            row.slots[only_here] = NO_SLOT
+        if layer in self._layers_expected:
+            row.expected[here] = 0
         self._resident[layer] -= len(here)
         self._away[layer] += len(here)
 
     def _give_back(self, layer: int, here: Places, now: Mark) -> None:
         """Slots of records that the host has, too. An upload that was not waited for may still be writing to them."""
-        arrival = int(_row(self._arrivals, layer)[here].max(initial=0))
-        marks = (now, self._uploads[arrival]) if arrival > self._uploads_seen else (now,)
-        self._free.give(_row(self._slots, layer)[here], marks)
+        marks = [now]
+        if self._num_uploads > self._uploads_seen:
+            arrival = int(self._rows[layer].arrivals[here].max())
+            marks += [self._uploads[arrival]] if arrival > self._uploads_seen else []
+        self._free.give(self._rows[layer].slots[here], marks)
 
     def _save(self, layer: int, here: Places, now: Mark) -> None:
         """Copy records to the host; their slots are free behind it."""
-        if not len(here):
-            return
-        slots, host_slots = _row(self._slots, layer)[here], _row(self._host_slots, layer)
-        new = here[host_slots[here] == NO_SLOT]
-        host_slots[new] = self._host_room(len(new))
+        slots, host_slots = self._rows[layer].slots[here], self._rows[layer].host_slots
+        targets = host_slots[here]
+        new = here[targets == NO_SLOT]
+        if len(new):
+            host_slots[new] = self._host_room(len(new))
+            targets = host_slots[here]
         saved = self._mover.download(
-            self._device_addresses(slots), self._host.addresses(host_slots[here]), self._record_bytes, after=(now,)
+            self._device_addresses(slots), self._host.addresses(targets), self._record_bytes, after=(now,)
         )
         self._downloads[layer] = saved
         self._free.give(slots, (saved,))
-        _row(self._changed, layer)[here] = False
+        self._rows[layer].changed[here] = False
 
     def _host_room(self, count: int) -> npt.NDArray[np.int64]:
         """Host slots; where host memory runs out, of records that the device has as well."""
@@ -329,8 +373,3 @@ class TieredPages:
             for number in range(self._uploads_seen + 1, arrival + 1):
                 del self._uploads[number]
             self._uploads_seen = arrival
-
-
-def _row(table: npt.NDArray[_Number], layer: int) -> npt.NDArray[_Number]:
-    """A layer of a table ``[L, N, G]``, laid out in a row; a view."""
-    return table[layer].reshape(-1)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from oomb_accel.pages import HostMover, PageMover
@@ -95,8 +94,8 @@ class LateMover(PageMover):
         self.num_bytes["down"] += len(sources) * record_bytes
         return self._copy(self._down, HostMover().download, sources, targets, record_bytes, after)
 
-    def to_device(self, array: npt.NDArray[np.int32]) -> Tensor:
-        return torch.from_numpy(array.copy())
+    def launch(self, kernel: Callable[[Tensor], None], *rows: npt.NDArray[np.integer]) -> None:
+        HostMover().launch(kernel, *rows)
 
     def guard(self, storage: Tensor) -> None:
         self._storages.append(storage)  # what nobody waited for may be copied after the stream is gone

@@ -81,16 +81,16 @@ def recorded_runs() -> Iterator[list[Run]]:
         runs[-1].worths[kind, layer] = worth(self, kind, layer, everything).reshape(-1, self._num_heads)
         return worth(self, kind, layer, places)
 
-    def expect_(self: TieredPages, *arguments: Any) -> bool:
+    def expect_(self: TieredPages, *arguments: Any) -> int:
         ahead[0] = True
         try:
             return expect(self, *arguments)
         finally:
             ahead[0] = False
 
-    def bring_(self: TieredPages, layer: int, missing: Places) -> None:
-        runs[-1].uploads["ahead" if ahead[0] else "late"] += len(missing)
-        bring(self, layer, missing)
+    def bring_(self: TieredPages, layer: int, coming: list[Places], marks: list[Any]) -> None:
+        runs[-1].uploads["ahead" if ahead[0] else "late"] += sum(map(len, coming))
+        bring(self, layer, coming, marks)
 
     def with_slots(name: str) -> Any:
         original = getattr(PagedKVCache, name)

@@ -134,12 +134,17 @@ class FakeDriver:
         self.contexts: list[int] = []
         self.batch: Callable[..., int] = self._batch
         self.library = SimpleNamespace(
+            cuCtxGetCurrent=self._current,
             cuCtxPushCurrent_v2=self._push,
             cuCtxPopCurrent_v2=self._pop,
             cuGetErrorName=self._name,
             cuMemcpyHtoDAsync_v2=self._copy,
             cuMemcpyDtoHAsync_v2=self._copy,
         )
+
+    def _current(self, context: Any) -> int:
+        context._obj.value = self.contexts[-1] if self.contexts else None
+        return 0
 
     def _push(self, context: int) -> int:
         self.contexts.append(context)
@@ -154,7 +159,7 @@ class FakeDriver:
         return 0
 
     def _copy(self, target: int, source: int, size: int, stream: int) -> int:
-        assert stream == 5 and self.contexts == [77]
+        assert stream == 5 and self.contexts[-1] == 77
         if sum(self.counts) == self.bad:
             return 1
         self.counts.append(1)
@@ -163,7 +168,7 @@ class FakeDriver:
 
     def _batch(self, *arguments: Any) -> int:
         targets, sources, sizes, count, order, firsts, num_orders, failed, stream = arguments
-        assert (stream, num_orders, firsts._obj.value, self.contexts) == (5, 1, 0, [77])
+        assert (stream, num_orders, firsts._obj.value, self.contexts[-1]) == (5, 1, 0, 77)
         if 0 <= self.bad - sum(self.counts) < count:
             failed._obj.value = self.bad - sum(self.counts)
             return 1
@@ -206,6 +211,24 @@ def test_driver_calls(fake: FakeDriver, copy: Callable[..., None]) -> None:
     if copy is cuda_copies.copy_batch:
         host, device, stream_order = (2, 0), (1, 3), 1
         assert fake.orders == [(stream_order, *host, *device)] * 2 + [(stream_order, *device, *host)] * 2
+
+
+@pytest.mark.parametrize("before", [[], [76], [77]])
+@pytest.mark.parametrize("copy", [cuda_copies.copy_batch, cuda_copies.copy_each])
+def test_context_is_as_it_was(fake: FakeDriver, copy: Callable[..., None], before: list[int]) -> None:
+    """Of another device, or none, or the right one, which is not made current again."""
+    pushed, push = [], fake.library.cuCtxPushCurrent_v2
+
+    def watched(context: int) -> int:
+        pushed.append(context)
+        return int(push(context))
+
+    fake.library.cuCtxPushCurrent_v2, fake.contexts = watched, list(before)
+    store = random_store(2, 16)
+    copy(addresses(store, np.array([0])), addresses(store, np.array([1])), np.array([16]),
+         to_device=True, device_index=3, stream=5)  # fmt: skip
+    assert fake.contexts == before and pushed == ([] if before == [77] else [77])
+    assert torch.equal(store[0], store[1])
 
 
 @pytest.mark.parametrize("bad", [3, 4500])

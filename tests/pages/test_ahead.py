@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,14 +20,19 @@ class Keeper:
 
     kind: Kind
     calls: list[tuple[str, int, PageRange, bool]] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    """Uses of each call."""
     room: int = 1000
 
-    def expect(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> bool:
-        if self.room == 0:
-            return False
-        self.room -= 1
-        self.calls.append((self.kind, layer, pages, wanted is not None))
-        return True
+    def expect(self, layer: int, uses: Iterable[tuple[PageRange, Wanted | None]]) -> int:
+        count = 0
+        for pages, wanted in uses:
+            if self.room == 0:
+                break
+            self.room, count = self.room - 1, count + 1
+            self.calls.append((self.kind, layer, pages, wanted is not None))
+        self.batches.append(count)
+        return count
 
     def forget_expected(self) -> None:
         self.calls.clear()
@@ -66,6 +72,29 @@ def test_several_needs_of_a_step_come_in_order() -> None:
     itinerary.bring(records)
     assert values.layers == [1, 1, 2, 2]
     assert gradients.layers == [0, 0, 1, 1, 2, 2]
+    assert (values.batches, gradients.batches) == ([2, 2], [2, 2, 2]), "those of a step at once"
+
+
+def test_a_step_that_is_partly_done_or_partly_brought() -> None:
+    needs = [need(step, "values", page) for step in range(4) for page in range(3)]
+    itinerary, records, values, _ = follow(needs, room=3)
+    itinerary.passed("values", 0, PageRange(0, 1))
+    itinerary.bring(records)
+    assert [(layer, pages.first) for _, layer, pages, _ in values.calls] == [(0, 1), (0, 2), (1, 0)]
+    values.room, values.calls = 2, []
+    itinerary.bring(records)
+    assert [(layer, pages.first) for _, layer, pages, _ in values.calls] == [(1, 1), (1, 2)]
+
+
+def test_a_kind_without_room_does_not_hold_up_the_other() -> None:
+    itinerary, records, values, gradients = follow([need(0), need(0, "gradients"), need(1), need(1, "gradients")])
+    values.room = 0
+    itinerary.bring(records)
+    assert (values.layers, gradients.layers) == ([], [0, 1])
+    values.room = 1
+    itinerary.passed("gradients", 0, PageRange(0, 1))
+    itinerary.bring(records)
+    assert (values.layers, gradients.layers) == ([1], [0, 1])
 
 
 def test_what_finds_no_room_is_asked_for_again() -> None:
@@ -137,23 +166,28 @@ def test_whatever_is_used_nothing_comes_twice_or_too_early(
         step += gap
         needs.append(need(step, kind, page))
     itinerary, records, values, gradients = follow(needs)
-    allowed = {"values": values, "gradients": gradients}
-    for layer, kind, page, room in events:
+    allowed: dict[Kind, Keeper] = {"values": values, "gradients": gradients}
+    for layer, passed, page, room in events:
         before = itinerary._done
-        itinerary.passed(kind, layer, PageRange(page, page + 1))
+        itinerary.passed(passed, layer, PageRange(page, page + 1))
         assert itinerary._done >= before
         if itinerary._done > before:
             last = needs[itinerary._done - 1]
-            assert (last.kind, last.layer, last.pages.first) == (kind, layer, page)
+            assert (last.kind, last.layer, last.pages.first) == (passed, layer, page)
         for keeper in allowed.values():
             keeper.room, keeper.calls = room, []
-        first = max(itinerary._brought, itinerary._done)
+        first = {kind: max(itinerary._brought.get(kind, 0), behind(needs, kind, itinerary._done)) for kind in allowed}
         itinerary.bring(records)
         done_step = needs[itinerary._done - 1].step if itinerary._done else 0
-        brought = needs[first : itinerary._brought]
-        assert all(n.step <= done_step + STEPS_AHEAD for n in brought)
-        for keeper in allowed.values():
-            assert keeper.layers == [n.layer for n in brought if n.kind == keeper.kind]
-        if itinerary._brought < len(needs):
-            following = needs[itinerary._brought]
-            assert following.step > done_step + STEPS_AHEAD or allowed[following.kind].room == 0
+        for kind, keeper in allowed.items():
+            of_kind, end = [n for n in needs if n.kind == kind], itinerary._brought.get(kind, 0)
+            brought = of_kind[first[kind] : end]
+            assert all(n.step <= done_step + STEPS_AHEAD for n in brought)
+            assert keeper.layers == [n.layer for n in brought]
+            if end < len(of_kind):
+                assert of_kind[end].step > done_step + STEPS_AHEAD or keeper.room == 0
+
+
+def behind(needs: list[Need], kind: Kind, done: int) -> int:
+    """Needs of this kind that lie behind."""
+    return sum(n.kind == kind for n in needs[:done])

@@ -150,10 +150,10 @@ class Tiers(RuleBasedStateMachine):
         assert worth[free_to_go].min(initial=2) >= worth[before & ~stayed].max(initial=-1), "the least worth leave"
         self.layer, self.in_use = layer, set()
 
-    @rule(layer=st.integers(0, LAYERS - 1), pages=RANGES, mask=st.none() | MASKS)
-    def expect(self, layer: int, pages: PageRange, mask: list[bool] | None) -> None:
-        wanted = None if mask is None else places(masked(pages, mask))
-        if self.records.expect(layer, pages, wanted):
+    @rule(layer=st.integers(0, LAYERS - 1), uses=st.lists(st.tuples(RANGES, st.none() | MASKS), max_size=3))
+    def expect(self, layer: int, uses: list[tuple[PageRange, list[bool] | None]]) -> None:
+        told = [(pages, None if mask is None else places(masked(pages, mask))) for pages, mask in uses]
+        for pages, mask in uses[: self.records.expect(layer, told)]:
             there = [key for key in keys(layer, pages, masked(pages, mask)) if key in self.contents]
             assert all(self.records._slots[key] != NO_SLOT for key in there), "what is expected is on its way"
             self.expected += Counter(there)
