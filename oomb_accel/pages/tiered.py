@@ -207,7 +207,7 @@ class TieredPages:
             where, slots = self._mover.to_device(np.stack([moved, _row(self._slots, layer)[moved]]).astype(np.int32))
             self._mirror[layer].view(-1).index_copy_(0, where.long(), slots)
         parts = [self._mirror[layer, pages.first : pages.end] for pages in ranges]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).t().contiguous()
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).t()
 
     def _missing(self, layer: int, here: Places) -> Places:
         """Those that only the host has."""
