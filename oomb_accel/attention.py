@@ -90,8 +90,7 @@ def _attend(
         return out_HTD.to(q_HTD.dtype), lse_HT
     rows = run.first_rows
     joined_out, joined_lse = attend_selected(q_HTD[:, rows], out_HTD[:, rows], lse_HT[:, rows], selected, layer, run)
-    lse_HT[:, rows] = joined_lse
-    return _with_rows(out_HTD, joined_out, q_HTD.dtype), lse_HT
+    return _with_rows(out_HTD, joined_out, q_HTD.dtype), _with_rows(lse_HT, joined_lse, lse_HT.dtype)
 
 
 def _attend_backward(
@@ -132,11 +131,11 @@ def _attend_backward(
     return dq.to(q_HTD.dtype), dk, dv
 
 
-def _with_rows(x_HTD: Tensor, first_HTD: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x_HTD`` in a dtype, with other first rows."""
-    num_rows = first_HTD.shape[1]
-    if num_rows == x_HTD.shape[1]:
-        return first_HTD
-    x_HTD = x_HTD.to(dtype)
-    x_HTD[:, :num_rows] = first_HTD
-    return x_HTD
+def _with_rows(x: Tensor, first: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[H, T, ...]`` in a dtype, with other first rows."""
+    num_rows = first.shape[1]
+    if num_rows == x.shape[1]:
+        return first
+    x = x.to(dtype)
+    x[:, :num_rows] = first
+    return x

@@ -74,23 +74,21 @@ def attend_dense(
     """One softmax over all parts.
 
     Returns:
-        Output ``[H, T, D]``, stored token by token, in q's dtype for one part and at least fp32 for several; and LSE
+        Output ``[H, T, D]``, stored token by token, in q's dtype, or at least fp32 where parts were merged; and LSE
         ``[H, T]``.
     """
-    if len(parts) == 1:
-        keys, values = _keys_of(parts[0], k_GTD, v_GTD, layer, run)
-        return dense_attention_forward(q_HTD, keys, values, parts[0].call, run.settings.backend)
-    wide = torch.promote_types(q_HTD.dtype, torch.float32)
-    num_heads, num_tokens, head_dim = q_HTD.shape
-    out_HTD = q_HTD.new_empty(num_tokens, num_heads, head_dim, dtype=wide).transpose(0, 1)
-    lse_HT = q_HTD.new_empty(num_heads, num_tokens, dtype=wide)
-    for part in parts:
+
+    def attend(part: DensePart) -> tuple[Tensor, Tensor]:
         keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
-        part_out, part_lse = dense_attention_forward(q_HTD[:, part.rows], keys, values, part.call, run.settings.backend)
-        if part.own is None:
-            merge_attention_(out_HTD[:, part.rows], lse_HT[:, part.rows], part_out, part_lse)
-        else:  # the first part of these rows
-            out_HTD[:, part.rows], lse_HT[:, part.rows] = part_out, part_lse
+        return dense_attention_forward(q_HTD[:, part.rows], keys, values, part.call, run.settings.backend)
+
+    first, others = _divided(parts)
+    outs, lses = zip(*map(attend, first), strict=True)
+    out_HTD, lse_HT = _side_by_side(outs), _side_by_side(lses)
+    if others:
+        out_HTD = out_HTD.to(torch.promote_types(q_HTD.dtype, torch.float32))
+    for part in others:
+        merge_attention_(out_HTD[:, part.rows], lse_HT[:, part.rows], *attend(part))
     return out_HTD, lse_HT
 
 
@@ -114,9 +112,9 @@ def attend_dense_backward(
         out_HTD, lse_HT: of the whole softmax.
         need_kv: whether page gradients are wanted.
     """
-    wide = torch.promote_types(q_HTD.dtype, torch.float32) if len(parts) > 1 else q_HTD.dtype
-    dq, dk, dv = torch.empty_like(q_HTD, dtype=wide), torch.empty_like(k_GTD), torch.empty_like(v_GTD)
-    for part in parts:
+
+    def attend_backward(part: DensePart) -> tuple[Tensor, Tensor, Tensor]:
+        """Of its rows, and of its own tokens."""
         rows = part.rows
         keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
         part_dq, part_dk, part_dv = dense_attention_backward(
@@ -136,13 +134,26 @@ def attend_dense_backward(
             if need_kv:
                 seed = run.rounding_seed(layer.layer)
                 run.memory.cache.add_gradients(layer.layer, pages, part_dk[:, tokens], part_dv[:, tokens], seed=seed)
-        if part.own is None:
-            dq[:, rows] += part_dq
-        else:  # the first part of these rows and the only one of these keys
-            dq[:, rows] = part_dq
-            dk[:, part.own] = part_dk[:, past:]
-            dv[:, part.own] = part_dv[:, past:]
-    return dq, dk, dv
+        return part_dq, part_dk[:, past:], part_dv[:, past:]
+
+    first, others = _divided(parts)
+    dqs, dks, dvs = zip(*map(attend_backward, first), strict=True)
+    dq = _side_by_side(dqs)
+    if others:
+        dq = dq.to(torch.promote_types(q_HTD.dtype, torch.float32))
+    for part in others:
+        dq[:, part.rows].add_(attend_backward(part)[0])
+    return dq, _side_by_side(dks), _side_by_side(dvs)
+
+
+def _divided(parts: list[DensePart]) -> tuple[list[DensePart], list[DensePart]]:
+    """Those that start the softmax of their rows, in the order of their rows and own keys; those that join it."""
+    return [part for part in parts if part.own is not None], [part for part in parts if part.own is None]
+
+
+def _side_by_side(parts: tuple[Tensor, ...]) -> Tensor:
+    """``[H, T, ...]`` of rows one after another, stored token by token."""
+    return parts[0] if len(parts) == 1 else torch.cat([part.transpose(0, 1) for part in parts]).transpose(0, 1)
 
 
 def _keys_of(part: DensePart, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from oomb_kernels.page_call import check_page_kernels
 from oomb_kernels.page_float8 import FLOAT8, check_float8, quantize_pages
 from oomb_kernels.page_lists import PageLists
 from oomb_kernels.page_select import page_centroids, page_mass, pool_queries, top_pages
-from oomb_kernels.page_store import load_pages, store_pages
+from oomb_kernels.page_store import add_pages_, load_pages, store_pages
 from oomb_kernels.record_copy import CopyMethod, available_copy_methods, best_copy_method, copy_records
 from oomb_kernels.row_float8 import float8_product, has_float8_product, quantize_rows
 from oomb_kernels.slot_update import clear_records, set_slots
@@ -33,6 +33,7 @@ __all__ = [
     "CopyMethod",
     "PageLists",
     "accumulate_pages",
+    "add_pages_",
     "available_backends",
     "available_copy_methods",
     "backward_workspace_bytes",

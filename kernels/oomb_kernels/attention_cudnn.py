@@ -6,6 +6,8 @@ square calls are causal), its LSE is [B, H, T, 1]. It plans for 0.05 s per new s
 padded to multiples of 256.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -89,12 +91,11 @@ def backward(
     """
     num_q, num_k = q_HTD.shape[1], k_GTD.shape[1]
     q, k, v = _padded(q_HTD, k_GTD, v_GTD, call)
-    dout, out = (
-        _pad_tokens(vector_aligned(token_major(x.to(q.dtype))), q.shape[1] - num_q) for x in (dout_HTD, out_HTD)
-    )
-    lse_HT1 = pad(lse_HT.float(), (0, q.shape[1] - num_q)).contiguous().unsqueeze(-1)
-    # What the forward returns at dropout 0, where nothing reads it.
-    unused_seed = torch.empty((), dtype=torch.int64, device=q.device)
+    missing = q.shape[1] - num_q
+    dout, out = (_pad_tokens(vector_aligned(token_major(x.to(q.dtype))), missing) for x in (dout_HTD, out_HTD))
+    lse_HT = lse_HT.float()
+    lse_HT1 = (pad(lse_HT, (0, missing)) if missing else lse_HT).contiguous().unsqueeze(-1)
+    unused_seed = _unused_seed(q.device)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
         with_batch(dout),
         with_batch(q),
@@ -114,6 +115,12 @@ def backward(
         scale=call.scale,
     )
     return token_major(dq[0])[:, :num_q], dk[0, :, :num_k], dv[0, :, :num_k]
+
+
+@lru_cache(maxsize=16)
+def _unused_seed(device: torch.device) -> Tensor:
+    """What the forward returns at dropout 0, where nothing reads it."""
+    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _padded(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,9 +23,8 @@ def with_batch(x_HTD: Tensor) -> Tensor:
 def vector_aligned(x_HTD: Tensor) -> Tensor:
     """`x_HTD` itself when every row starts on a 16-byte border and is contiguous, else a token-major copy."""
     words = _VECTOR_BYTES // x_HTD.element_size()
-    rows_aligned = all(
-        stride % words == 0 or size <= 1 for size, stride in zip(x_HTD.shape[:2], x_HTD.stride()[:2], strict=True)
-    )
-    if x_HTD.stride(-1) == 1 and rows_aligned and x_HTD.data_ptr() % _VECTOR_BYTES == 0:
+    (num_heads, num_tokens, _), (stride_h, stride_t, stride_d) = x_HTD.shape, x_HTD.stride()
+    heads_aligned, tokens_aligned = num_heads <= 1 or stride_h % words == 0, num_tokens <= 1 or stride_t % words == 0
+    if stride_d == 1 and heads_aligned and tokens_aligned and x_HTD.data_ptr() % _VECTOR_BYTES == 0:
         return x_HTD
     return x_HTD.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oomb_kernels.launch import cdiv, next_power_of_2
+
 _TILE_ELEMENTS = 4096
 
 
@@ -65,10 +67,10 @@ def launch_merge_attention_(out_acc_HTD: Tensor, lse_acc_HT: Tensor, out_HTD: Te
     assert out_acc_HTD.stride(-1) == out_HTD.stride(-1) == 1
     if num_tokens == 0:
         return
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     block_t = max(1, _TILE_ELEMENTS // block_d)
     with torch.cuda.device_of(out_acc_HTD):
-        _merge_kernel[(triton.cdiv(num_tokens, block_t), num_heads)](
+        _merge_kernel[(cdiv(num_tokens, block_t), num_heads)](
             out_acc_HTD, lse_acc_HT, out_HTD, lse_HT, num_tokens,
             *out_acc_HTD.stride()[:2], *lse_acc_HT.stride(), *out_HTD.stride()[:2], *lse_HT.stride(),
             D=head_dim, BLOCK_T=block_t, BLOCK_D=block_d,

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oomb_kernels.launch import cdiv, next_power_of_2
+
 _TILE_ELEMENTS = 4096
 
 
@@ -100,10 +102,10 @@ def launch_accumulate_pages(
     assert pool.is_contiguous() and dk_GTD.stride(-1) == dv_GTD.stride(-1) == 1
     if num_pages == 0:
         return
-    block_d = triton.next_power_of_2(head_dim)
-    block_p = min(triton.next_power_of_2(page_tokens), max(1, _TILE_ELEMENTS // block_d))
+    block_d = next_power_of_2(head_dim)
+    block_p = min(next_power_of_2(page_tokens), max(1, _TILE_ELEMENTS // block_d))
     with torch.cuda.device_of(pool):
-        _accumulate_kernel[(num_pages, num_groups, triton.cdiv(page_tokens, block_p))](
+        _accumulate_kernel[(num_pages, num_groups, cdiv(page_tokens, block_p))](
             pool, slots_GN, dk_GTD, dv_GTD, seed,
             *slots_GN.stride(), *dk_GTD.stride()[:2], *dv_GTD.stride()[:2],
             FIRST=first, STOCHASTIC=pool.dtype == torch.bfloat16,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oomb_kernels.launch import cdiv, next_power_of_2
 from oomb_kernels.page_accumulate import accumulate_pages
 from oomb_kernels.page_call import check_kernel_inputs, each_list, list_values, scores_of
 from oomb_kernels.page_dkv import launch_page_dkv
@@ -100,12 +101,12 @@ def launch_row_stats(dout_HTD: Tensor, out_HTD: Tensor, lse_HT: Tensor, block_to
     row sums of dout * out) of all heads. Rows behind the last token, up to a whole block, get infinity and 0.
     """
     num_heads, num_tokens, head_dim = dout_HTD.shape
-    room = triton.cdiv(num_tokens, block_tokens) * block_tokens
+    room = cdiv(num_tokens, block_tokens) * block_tokens
     stats_HT = dout_HTD.new_empty(2 * num_heads, room, dtype=torch.float32)
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     block_m = max(1, 4096 // block_d)
     with torch.cuda.device_of(dout_HTD):
-        _row_stats_kernel[(triton.cdiv(room, block_m), num_heads)](
+        _row_stats_kernel[(cdiv(room, block_m), num_heads)](
             dout_HTD, out_HTD, lse_HT, stats_HT, num_tokens, room,
             *dout_HTD.stride()[:2], *out_HTD.stride()[:2], *lse_HT.stride(),
             D=head_dim, BLOCK_M=block_m, BLOCK_D=block_d,

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from oomb_kernels.launch import next_power_of_2
 from oomb_kernels.layout import vector_aligned
 from oomb_kernels.page_float8 import FLOAT8, records_reference
 from oomb_kernels.page_lists import PageLists
@@ -63,13 +64,13 @@ def records_of(pool: Tensor, block_n: int) -> TensorDescriptor:
     head_dim = pool.shape[3]
     rows = pool.view(-1, head_dim)
     assert rows.shape[0] < 2**31, "the copy engine counts rows in 32 bits"
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_n, triton.next_power_of_2(head_dim)])
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_n, next_power_of_2(head_dim)])
 
 
 def rows_of(x_HTD: Tensor, block_m: int) -> TensorDescriptor:
     """Rows of a head, for tiles of ``[1, block_m, head_dim]``; rows behind the last token are read as zeros."""
     x_HTD = vector_aligned(x_HTD)
-    block = [1, block_m, triton.next_power_of_2(x_HTD.shape[2])]
+    block = [1, block_m, next_power_of_2(x_HTD.shape[2])]
     return TensorDescriptor(x_HTD, list(x_HTD.shape), list(x_HTD.stride()), block)
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oomb_kernels.launch import cdiv, next_power_of_2
 from oomb_kernels.page_accumulate import round_to_bfloat16, rounding_noise
 from oomb_kernels.page_call import (
     check_kernel_inputs,
@@ -204,7 +205,7 @@ def launch_page_dkv(
     records = records_of(pool, tiles.block_n)
     partials = q_HTD.new_empty(max(index.max_partials, 1), 2, page_tokens, head_dim, dtype=torch.float32)
     next_piece = torch.zeros(1, dtype=torch.int32, device=q_HTD.device)
-    stochastic, block_d = grad_pool.dtype == torch.bfloat16, triton.next_power_of_2(head_dim)
+    stochastic, block_d = grad_pool.dtype == torch.bfloat16, next_power_of_2(head_dim)
     grad_slots_GN = grad_slots_GN.contiguous()
     programs = _num_programs(q_HTD.device)
     with torch.cuda.device_of(q_HTD):
@@ -220,8 +221,8 @@ def launch_page_dkv(
             P=page_tokens, D=head_dim, BLOCK_D=block_d, **numeric_mode(q_HTD),
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
-        block_n = min(triton.next_power_of_2(page_tokens), max(1, 2048 // block_d))
-        _page_reduce_kernel[(programs, triton.cdiv(page_tokens, block_n))](
+        block_n = min(next_power_of_2(page_tokens), max(1, 2048 // block_d))
+        _page_reduce_kernel[(programs, cdiv(page_tokens, block_n))](
             partials, grad_pool, grad_slots_GN, index.counts_K, index.ends_3K, index.cut_pages_U,
             num_keys, first_key, end_key, index.max_blocks, seed,
             STOCHASTIC=stochastic, P=page_tokens, D=head_dim, BLOCK_N=block_n, BLOCK_D=block_d,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oomb_kernels.launch import cdiv, next_power_of_2
 from oomb_kernels.page_call import (
     as_read,
     check_kernel_inputs,
@@ -166,14 +167,14 @@ def launch_page_dq(
         float8=scales_GN2 is not None,
     )  # fmt: skip
     with torch.cuda.device_of(q_HTD):
-        _page_dq_kernel[(num_heads // num_groups, triton.cdiv(num_tokens, tiles.block_m), num_groups)](
+        _page_dq_kernel[(num_heads // num_groups, cdiv(num_tokens, tiles.block_m), num_groups)](
             dout_HTD, q_HTD, stats_HT, records_of(pool, tiles.block_n), lists.slots_GBK(slots_GN), lists.counts_GB,
             stats_HT if scales_GN2 is None else lists.scales_GBK2(scales_GN2), others, result_HTD,
             num_tokens, num_blocks, room, num_heads, stats_HT.shape[1], scale, *score_factors(scale, softcap),
             *dout_HTD.stride()[:2], *q_HTD.stride()[:2], *others.stride()[:2], *result_HTD.stride()[:2],
             GROUP=num_heads // num_groups, Q_BLOCK=lists.block_tokens, OTHERS=dq_HTD is not None,
             SCALED=scales_GN2 is not None, SOFTCAP=softcap is not None, P=page_tokens, D=head_dim,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=next_power_of_2(head_dim),
             **numeric_mode(q_HTD), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
 
@@ -209,7 +210,7 @@ def launch_page_dq_sum(
         float8=scales_GN2 is not None,
     )  # fmt: skip
     heads = min(tiles.num_heads, group)
-    grid = (triton.cdiv(group, heads), triton.cdiv(num_tokens, tiles.block_m), len(groups))
+    grid = (cdiv(group, heads), cdiv(num_tokens, tiles.block_m), len(groups))
     with torch.cuda.device_of(ds):
         _page_dq_sum_kernel[grid](
             records_of(pool, tiles.block_n), ds_tiles_of(ds, tiles), lists.slots_GBK(slots_GN), lists.counts_GB,
@@ -217,6 +218,6 @@ def launch_page_dq_sum(
             num_tokens, num_blocks, room, groups.start, scale, *others.stride()[:2], *result_HTD.stride()[:2],
             GROUP=group, HEADS=heads, Q_BLOCK=lists.block_tokens, OTHERS=dq_HTD is not None,
             SCALED=scales_GN2 is not None, P=page_tokens, D=head_dim, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            BLOCK_D=triton.next_power_of_2(head_dim), **numeric_mode(ds),
+            BLOCK_D=next_power_of_2(head_dim), **numeric_mode(ds),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip

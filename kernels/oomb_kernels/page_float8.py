@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oomb_kernels.launch import next_power_of_2
+
 FLOAT8 = torch.float8_e4m3fn
 _LEAST_CAPABILITY = (8, 9)
 """Of devices that convert e4m3 numbers."""
@@ -117,8 +119,8 @@ def launch_quantize_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: 
     assert pool.is_contiguous() and k_GTD.stride(-1) == v_GTD.stride(-1) == scales_GN2.stride(-1) == 1
     if num_pages == 0:
         return
-    block_d = triton.next_power_of_2(head_dim)
-    block_p = min(triton.next_power_of_2(page_tokens), max(1, _TILE_ELEMENTS // block_d))
+    block_d = next_power_of_2(head_dim)
+    block_p = min(next_power_of_2(page_tokens), max(1, _TILE_ELEMENTS // block_d))
     with torch.cuda.device_of(pool):
         _quantize_pages_kernel[(num_pages, num_groups, 2)](
             pool.view(torch.uint8), slots_GN, k_GTD, v_GTD, scales_GN2,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oomb_kernels.launch import cdiv, next_power_of_2
 from oomb_kernels.page_call import (
     check_kernel_inputs,
     each_list,
@@ -192,7 +193,7 @@ def launch_page_attention_forward(
         float8=scales_GN2 is not None,
     )  # fmt: skip
     with torch.cuda.device_of(q_HTD):
-        _page_forward_kernel[(num_heads // num_groups, triton.cdiv(num_tokens, tiles.block_m), num_groups)](
+        _page_forward_kernel[(num_heads // num_groups, cdiv(num_tokens, tiles.block_m), num_groups)](
             q_HTD, records_of(pool, tiles.block_n), lists.slots_GBK(slots_GN), lists.counts_GB,
             lse_HT if scales_GN2 is None else lists.scales_GBK2(scales_GN2),
             out_HTD, lse_HT, other_out, other_lse,
@@ -202,7 +203,7 @@ def launch_page_attention_forward(
             LIMIT=2.0**15 if q_HTD.dtype == torch.float16 else 2.0**100,
             SCALED=scales_GN2 is not None, SOFTCAP=softcap is not None,
             P=page_tokens, D=head_dim, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            BLOCK_D=triton.next_power_of_2(head_dim), **numeric_mode(q_HTD),
+            BLOCK_D=next_power_of_2(head_dim), **numeric_mode(q_HTD),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return out_HTD, lse_HT

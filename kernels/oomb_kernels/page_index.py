@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oomb_kernels.launch import cdiv, next_power_of_2
 from oomb_kernels.page_lists import PageLists
 
 _TILE_ELEMENTS = 4096
@@ -174,14 +175,14 @@ def launch_build_page_index(lists: PageLists, max_blocks: int) -> PageIndex:
     units_U2 = torch.empty(max(lists.pages_GBK.numel(), 1), 2, dtype=torch.int32, device=device)
     most_partials = max_partials(lists.pages_GBK.numel(), max_blocks)
     cut_pages_U = torch.empty(max(most_partials, 1), dtype=torch.int32, device=device)
-    block_b = triton.next_power_of_2(num_blocks)
+    block_b = next_power_of_2(num_blocks)
     block_keys = max(1, min(64, _TILE_ELEMENTS // block_b))
-    grid = (triton.cdiv(lists.num_pages, block_keys), num_groups)
+    grid = (cdiv(lists.num_pages, block_keys), num_groups)
     bin_units = torch.empty(grid[0] * num_groups * _BINS, dtype=torch.int32, device=device)
     with torch.cuda.device_of(lists.pages_GBK):
         _index_mark_kernel[(num_blocks, num_groups)](
             lists.pages_GBK, lists.counts_GB, places_KB, lists.num_pages, room, num_blocks,
-            BLOCK_K=min(1024, triton.next_power_of_2(room)), num_warps=1,
+            BLOCK_K=min(1024, next_power_of_2(room)), num_warps=1,
         )  # fmt: skip
         _index_gather_kernel[grid](
             places_KB, visits_KB, counts_K, units_3K, bin_units, lists.num_pages, num_blocks, max_blocks,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oomb_kernels.launch import cdiv, next_power_of_2
 from oomb_kernels.page_call import numeric_mode, score_factors, scores_of, tanh, upcast
 
 _MAX_ROWS = 128
@@ -266,21 +267,21 @@ def launch_page_mass(
     assert pooled_HRD.stride(-1) == centroids_GCD.stride(-1) == 1
     group = num_heads // num_groups
     all_rows = group * num_rows
-    num_blocks = triton.cdiv(num_rows, block_rows)
+    num_blocks = cdiv(num_rows, block_rows)
     wide = pooled_HRD.dtype.itemsize > 2  # tiles of fp32 take twice the shared memory
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     block_n = max(parts, 32 if wide else (64 if block_d > 128 else 128))
     max_rows = _MAX_ROWS // 2 if wide else _MAX_ROWS
-    lse_m = min(max_rows, max(16, triton.next_power_of_2(all_rows)))  # 16: what the matrix unit takes at least
-    rows = min(max_rows, triton.next_power_of_2(group * block_rows))
-    blocks = min(max_rows // rows, triton.next_power_of_2(num_blocks))
+    lse_m = min(max_rows, max(16, next_power_of_2(all_rows)))  # 16: what the matrix unit takes at least
+    rows = min(max_rows, next_power_of_2(group * block_rows))
+    blocks = min(max_rows // rows, next_power_of_2(num_blocks))
     mass_m = max(16, blocks * rows)
-    shares = triton.cdiv(group * block_rows, rows)
-    places = triton.cdiv(num_blocks, blocks) * shares
-    num_tiles = triton.cdiv(num_parts, block_n)
-    splits = min(num_tiles, _MAX_SPLITS, triton.cdiv(_PROGRAMS_WANTED, places * num_groups))
-    split_parts = triton.cdiv(num_tiles, splits) * block_n
-    splits = triton.cdiv(num_parts, split_parts)
+    shares = cdiv(group * block_rows, rows)
+    places = cdiv(num_blocks, blocks) * shares
+    num_tiles = cdiv(num_parts, block_n)
+    splits = min(num_tiles, _MAX_SPLITS, cdiv(_PROGRAMS_WANTED, places * num_groups))
+    split_parts = cdiv(num_tiles, splits) * block_n
+    splits = cdiv(num_parts, split_parts)
     lse = pooled_HRD.new_empty(num_groups, splits, all_rows, dtype=torch.float32)
     mass = pooled_HRD.new_empty(num_groups, num_blocks * shares, num_parts // parts, dtype=torch.float32)
     sizes = (num_parts, split_parts, all_rows, *score_factors(scale, softcap))
@@ -290,7 +291,7 @@ def launch_page_mass(
         **numeric_mode(pooled_HRD), "num_stages": 2,
     }  # fmt: skip
     with torch.cuda.device_of(pooled_HRD):
-        _lse_kernel[(triton.cdiv(all_rows, lse_m), splits, num_groups)](
+        _lse_kernel[(cdiv(all_rows, lse_m), splits, num_groups)](
             pooled_HRD, centroids_GCD, lse, num_rows, *sizes, *strides,
             BLOCK_M=lse_m, **constants, num_warps=4 if lse_m <= 64 else 8,
         )  # fmt: skip

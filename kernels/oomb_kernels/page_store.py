@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oomb_kernels.launch import cdiv, next_power_of_2
 from oomb_kernels.page_float8 import FLOAT8, launch_quantize_pages, quantize_pages, records_reference
 
 _TILE_ELEMENTS = 8192
@@ -39,11 +40,17 @@ def load_pages_reference(
     return k_GNPD.flatten(1, 2).contiguous(), v_GNPD.flatten(1, 2).contiguous()
 
 
+def add_pages_reference_(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor) -> None:
+    """The definition of `add_pages_`, in plain torch."""
+    for x_GTD, added_GTD in zip((k_GTD, v_GTD), load_pages_reference(pool, slots_GN), strict=True):
+        x_GTD += added_GTD
+
+
 @triton.jit
 def _move_pages_kernel(  # type: ignore[no-untyped-def]
     pool, slots, k, v, scales,
     slots_stride_g, slots_stride_n, k_stride_g, k_stride_t, v_stride_g, v_stride_t, scales_stride_g, scales_stride_n,
-    STORE: tl.constexpr, SCALED: tl.constexpr,
+    STORE: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr,
     P: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # grid: (pages, KV heads, row blocks of a page)
@@ -69,26 +76,37 @@ def _move_pages_kernel(  # type: ignore[no-untyped-def]
             scale_at = scales + group * scales_stride_g + page * scales_stride_n
             k_tile = tl.where(there, k_tile.to(tl.float32) * tl.load(scale_at), 0.0)
             v_tile = tl.where(there, v_tile.to(tl.float32) * tl.load(scale_at + 1), 0.0)
+        if ADD:
+            k_tile = tl.load(k_at, mask=valid, other=0.0).to(tl.float32) + k_tile.to(tl.float32)
+            v_tile = tl.load(v_at, mask=valid, other=0.0).to(tl.float32) + v_tile.to(tl.float32)
         tl.store(k_at, k_tile, mask=valid)
         tl.store(v_at, v_tile, mask=valid)
 
 
 def _launch_move_pages(
-    pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor, scales_GN2: Tensor | None = None, *, store: bool
+    pool: Tensor,
+    slots_GN: Tensor,
+    k_GTD: Tensor,
+    v_GTD: Tensor,
+    scales_GN2: Tensor | None = None,
+    *,
+    store: bool = False,
+    add: bool = False,
 ) -> None:
     num_groups, num_pages = slots_GN.shape
     page_tokens, head_dim = pool.shape[2:]
     assert pool.is_contiguous() and k_GTD.stride(-1) == v_GTD.stride(-1) == 1
     if num_pages == 0:
         return
-    block_d = triton.next_power_of_2(head_dim)
-    block_p = min(triton.next_power_of_2(page_tokens), max(1, _TILE_ELEMENTS // block_d))
+    block_d = next_power_of_2(head_dim)
+    block_p = min(next_power_of_2(page_tokens), max(1, _TILE_ELEMENTS // block_d))
     with torch.cuda.device_of(pool):
-        _move_pages_kernel[(num_pages, num_groups, triton.cdiv(page_tokens, block_p))](
+        _move_pages_kernel[(num_pages, num_groups, cdiv(page_tokens, block_p))](
             pool, slots_GN, k_GTD, v_GTD, pool if scales_GN2 is None else scales_GN2,
             *slots_GN.stride(), *k_GTD.stride()[:2], *v_GTD.stride()[:2],
             *((0, 0) if scales_GN2 is None else scales_GN2.stride()[:2]),
-            STORE=store, SCALED=scales_GN2 is not None, P=page_tokens, D=head_dim, BLOCK_P=block_p, BLOCK_D=block_d,
+            STORE=store, ADD=add, SCALED=scales_GN2 is not None,
+            P=page_tokens, D=head_dim, BLOCK_P=block_p, BLOCK_D=block_d,
         )  # fmt: skip
 
 
@@ -109,8 +127,13 @@ def launch_load_pages(
     num_groups, num_pages = slots_GN.shape
     size = (2, num_groups, num_pages * pool.shape[2], pool.shape[3])
     k_GTD, v_GTD = pool.new_empty(size, dtype=dtype or pool.dtype).unbind(0)
-    _launch_move_pages(pool, slots_GN, k_GTD, v_GTD, scales_GN2, store=False)
+    _launch_move_pages(pool, slots_GN, k_GTD, v_GTD, scales_GN2)
     return k_GTD, v_GTD
+
+
+def launch_add_pages_(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor) -> None:
+    """The Triton kernel of `add_pages_`, for 16 and 32 bits."""
+    _launch_move_pages(pool, slots_GN, k_GTD, v_GTD, add=True)
 
 
 @torch.no_grad()
@@ -143,6 +166,22 @@ def load_pages(
     assert (pool.dtype == FLOAT8) == (scales_GN2 is not None) == (dtype is not None), f"{pool.dtype} as {dtype}"
     run = launch_load_pages if pool.is_cuda and dtype != torch.float64 else load_pages_reference
     return run(pool, slots_GN, scales_GN2, dtype)
+
+
+@torch.no_grad()
+def add_pages_(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor) -> None:
+    """Add whole pages to what stands in `k_GTD` and `v_GTD`, in fp32 at least. A slot of -1 adds nothing.
+
+    Args:
+        pool: [S, 2, P, D], contiguous, not in 8 bits.
+        slots_GN: int32, on the pool's device.
+        k_GTD, v_GTD: [G, n*P, D], any floating dtype, last dimension contiguous.
+    """
+    _check_pages(pool, slots_GN, k_GTD, v_GTD, None)
+    if pool.is_cuda and torch.float64 not in (pool.dtype, k_GTD.dtype):
+        launch_add_pages_(pool, slots_GN, k_GTD, v_GTD)
+    else:
+        add_pages_reference_(pool, slots_GN, k_GTD, v_GTD)
 
 
 def _check_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor, scales_GN2: Tensor | None) -> None:

@@ -6,7 +6,8 @@ from functools import cache
 from typing import Any, Literal, cast
 
 import torch
-import triton
+
+from oomb_kernels.launch import next_power_of_2
 
 Kernel = Literal["forward", "backward_q", "backward_kv", "backward_sum"]
 
@@ -46,6 +47,7 @@ _TILES: dict[tuple[Kernel, int], Tiles] = {
 }
 
 
+@cache
 def choose_tiles(
     kernel: Kernel,
     head_dim: int,
@@ -66,7 +68,7 @@ def choose_tiles(
     Returns: of those that fit the one with the largest block_m, then block_n, then num_stages; if none fits, the
         smallest, which Triton refuses to launch with a message of its own.
     """
-    width = max(64, triton.next_power_of_2(head_dim))
+    width = max(64, next_power_of_2(head_dim))
     measured = _TILES[kernel, min(width, 256)]
     limit = 128 if itemsize <= 2 else 32
 
@@ -97,7 +99,7 @@ def shared_estimate(kernel: Kernel, tiles: Tiles, head_dim: int, itemsize: int, 
     2 KiB in most calls, the other architectures less. Tiles in e4m3 are held as they come and as they are multiplied.
     Calibrated on Triton 3.6.
     """
-    width = triton.next_power_of_2(head_dim)
+    width = next_power_of_2(head_dim)
     if kernel == "backward_sum":
         row_bytes = itemsize * tiles.num_heads * tiles.block_m + (1 if float8 else itemsize) * width
         converted = itemsize * tiles.block_n * width if float8 else 0

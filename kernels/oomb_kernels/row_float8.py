@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oomb_kernels.launch import next_power_of_2
 from oomb_kernels.page_float8 import FLOAT8, encode, quantize, scale_of
 
 _MULTIPLE = 16
@@ -61,7 +62,7 @@ def launch_quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(num_rows, size, dtype=torch.uint8, device=device)
     scales = torch.empty(num_rows, 1, device=device)
     if num_rows:
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         warps = min(32, max(1, block // _NUMBERS_PER_WARP))
         with torch.cuda.device_of(x_MK):
             _quantize_rows_kernel[(num_rows,)](

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oomb_kernels.launch import next_power_of_2
+
 _MAX_ELEMENTS = 2**26  # of the reference's fp32 copy of a block of rows
 _BLOCK_V = 4096
 
@@ -81,7 +83,7 @@ def launch_token_log_probs(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor
         with torch.cuda.device_of(logits_NV):
             _forward_kernel[(num_rows,)](
                 logits_NV, targets_N.contiguous(), logp_N, lse_N, num_cols, logits_NV.stride(0),
-                BLOCK_V=min(_BLOCK_V, triton.next_power_of_2(num_cols)), num_warps=8,
+                BLOCK_V=min(_BLOCK_V, next_power_of_2(num_cols)), num_warps=8,
             )  # fmt: skip
     return logp_N, lse_N
 
@@ -95,7 +97,7 @@ def launch_token_log_probs_backward_(logits_NV: Tensor, targets_N: Tensor, lse_N
             _backward_kernel[(num_rows,)](
                 logits_NV, targets_N.contiguous(), lse_N.float().contiguous(), grad_N.float().contiguous(),
                 num_cols, logits_NV.stride(0),
-                BLOCK_V=min(_BLOCK_V, triton.next_power_of_2(num_cols)), num_warps=8,
+                BLOCK_V=min(_BLOCK_V, next_power_of_2(num_cols)), num_warps=8,
             )  # fmt: skip
     # Autograd does not see the kernel's write; without this it would not notice that a saved tensor has
     # changed.

@@ -98,8 +98,9 @@ def _chunk_call(module: Any, query: Tensor, key: Tensor, value: Tensor, run: Chu
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         softcap=kwargs.get("softcap"),
     )
-    out_HTD = chunk_attention(query[0], key[0], value[0], call, run)
-    return out_HTD.transpose(0, 1)[None]
+    # No index: its backward would copy the gradient into zeros.
+    out_HTD = chunk_attention(query.squeeze(0), key.squeeze(0), value.squeeze(0), call, run)
+    return out_HTD.transpose(0, 1).unsqueeze(0)
 
 
 def _check_call(layer: int, query: Tensor, key: Tensor, value: Tensor, run: ChunkPass, kwargs: dict[str, Any]) -> None:

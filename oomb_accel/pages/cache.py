@@ -22,7 +22,7 @@ from oomb_accel.pages.shape import PageShape
 from oomb_accel.pages.stored import Records, StoredPages, Wanted, WantedLater
 from oomb_accel.pages.tiered import TieredPages
 from oomb_accel.schedule import Chunk, ChunkSchedule, PageRange
-from oomb_kernels import accumulate_pages, load_pages, store_pages
+from oomb_kernels import accumulate_pages, add_pages_, load_pages, store_pages
 
 MakeRecords: TypeAlias = Callable[[Kind, int, torch.dtype], Records]
 """Makes the records of a kind, given for how many there must be room and their dtype."""
@@ -209,9 +209,8 @@ class PagedKVCache:
         for gradients in (self._gradients, self._sink_gradients):
             if gradients is not None and gradients.exists(layer, chunk.own_pages).any():
                 # Pages without gradients are zeros: in one piece, since few kernels cost less than few bytes.
-                past_dk, past_dv = load_pages(gradients.pool.storage, gradients.use(layer, chunk.own_pages))
-                dk_GTD[:, start:] += past_dk
-                dv_GTD[:, start:] += past_dv
+                slots = gradients.use(layer, chunk.own_pages)
+                add_pages_(gradients.pool.storage, slots, dk_GTD[:, start:], dv_GTD[:, start:])
         self._bring_next("gradients", layer, chunk.own_pages)
 
     def settle(self, layer: int) -> None:

@@ -52,7 +52,7 @@ class Records(Protocol):
             write: whether they are changed.
 
         Returns:
-            int32 ``[G, n]``, contiguous; -1 where a record was never added. Records that are not wanted may have any.
+            int32 ``[G, n]``, any strides; -1 where a record was never added. Records that are not wanted may have any.
         """
 
     def settle(self, layer: int) -> None:
@@ -102,7 +102,7 @@ class StoredPages:
     def use(self, layer: int, *ranges: PageRange, wanted: WantedLater | None = None, write: bool = False) -> Tensor:
         parts = [self._mirror[layer, pages.first : pages.end] for pages in ranges]
         slots_NG = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return slots_NG.t().contiguous()
+        return slots_NG.t()
 
     def settle(self, layer: int) -> None:
         return None

@@ -229,7 +229,7 @@ class TieredPages:
             self._moved[layer].clear()
             self._mover.launch(functools.partial(set_slots, self._mirror, layer * slots.size), moved, slots[moved])
         parts = [self._mirror[layer, pages.first : pages.end] for pages in ranges]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).t().contiguous()
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).t()
 
     def _missing(self, layer: int, here: Places) -> tuple[Places, Places]:
         """Those that are not on the device, and those of them that the host has."""

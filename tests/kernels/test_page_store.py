@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from oomb_kernels import load_pages, store_pages
+from oomb_kernels import add_pages_, load_pages, store_pages
 from oomb_kernels.page_store import (
+    add_pages_reference_,
+    launch_add_pages_,
     launch_load_pages,
     launch_store_pages,
     load_pages_reference,
@@ -102,3 +104,31 @@ def test_slots_beyond_two_gi_elements() -> None:
     store_pages(pool, slots, k, v)
     assert torch.equal(pool[70_000, 0], k[0]) and torch.equal(pool[70_000, 1], v[0])
     assert torch.equal(load_pages(pool, slots)[1], v)
+
+
+def check_added(add: Callable[..., None], device: str, dtype: torch.dtype, pool_dtype: torch.dtype) -> None:
+    """The same bits as loading and adding; a slot of -1 adds nothing."""
+    page, dim, pages, groups = 4, 12, 3, 2
+    torch.manual_seed(11)
+    pool = torch.randn(groups * pages + 3, 2, page, dim, device=device).to(pool_dtype)
+    slots = slots_for(groups, pages, 3, device)
+    slots[1, 2] = -1
+    before = [token_major(groups, pages * page, dim, dtype, device) for _ in range(2)]
+    after = [x.clone() for x in before]
+    add(pool, slots, *after)
+    for ours, old, added in zip(after, before, load_pages_reference(pool, slots), strict=True):
+        assert torch.equal(ours, old.add_(added))
+        assert not torch.equal(ours[1, :page], torch.zeros_like(ours[1, :page]))
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("add", [add_pages_, add_pages_reference_])
+def test_added_reference(add: Callable[..., None], dtype: torch.dtype, pool_dtype: torch.dtype) -> None:
+    check_added(add, "cpu", dtype, pool_dtype)
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("device", "dtype"), TRITON_PLACES)
+def test_added_kernel(device: str, dtype: torch.dtype, pool_dtype: torch.dtype) -> None:
+    check_added(launch_add_pages_, device, dtype, pool_dtype)

@@ -125,7 +125,7 @@ class Tiers(RuleBasedStateMachine):
             slots = slots[:, -len(pages) :]
         else:
             slots = self.records.use(self.layer, pages, wanted=lambda: places(wanted), write=write)
-        assert slots.dtype == torch.int32 and (twice or slots.is_contiguous())
+        assert slots.dtype == torch.int32
         for layer, page, head in keys(self.layer, pages, wanted):
             slot = int(slots[head, page - pages.first])
             assert (slot != NO_SLOT) == ((layer, page, head) in self.contents)
