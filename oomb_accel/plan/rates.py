@@ -39,8 +39,8 @@ SPARSE_LAYER_SECONDS = 0.8e-3
 """Of a layer that selects pages, in one forward: scores, lists, merging."""
 
 HOST_PASS_SECONDS, HOST_ADAPTER_PASS_SECONDS = 3.2e-3, 5.6e-3
-"""What the host takes to launch a layer in one pass, without adapters and with them; of the lent machine, whose cores are
-slow (7 us for a small operation of torch)."""
+"""What the host takes to launch a layer in one pass, without adapters and with them, on slow cores (7 us for a small
+operation of torch)."""
 HOST_LAYER_SECONDS, HOST_RECORD_SECONDS = 0.7e-3, 0.47e-6
 """What the host's work for pages adds to a sparse layer of a chunk while some pages are away, and for each record that
 moves: three steps with lists at random, host memory made before (docs/benchmarks.md, pages in host memory)."""

@@ -124,7 +124,8 @@ def _transfers(job: Job, memory: Memory, step: StepTime) -> None:
 
     What a chunk needs of the pages that exist is absent in the proportion in which they exceed the pool. Copies of each
     direction run beside the computation; in the forward sweep of sparse layers only beside the attention of the chunk
-    to itself, since before that nobody knows which pages are wanted. What sparse layers lose beside waiting is the host's time.
+    to itself, since before that nobody knows which pages are wanted. What sparse layers lose beside waiting is the
+    host's time.
     """
     plan, schedule, layout = memory.plan, memory.schedule, job.pages
     if not plan.offloads or not schedule.num_pages:
