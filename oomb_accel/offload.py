@@ -94,7 +94,7 @@ class Offload:
             record_bytes: of the largest record.
 
         Raises:
-            ValueError: it is more than the setting or the machine allows.
+            ValueError: it is more than the setting or the machine allows, or the system has refused it.
         """
         needed, slab_bytes = self.check(num_bytes, record_bytes), slab_bytes_for(num_bytes, record_bytes)
         arena = self.arena
@@ -111,7 +111,7 @@ class Offload:
             self.mover = CudaMover(device, pinned=self._is_pinned) if device.type == "cuda" else HostMover()
         try:
             arena.reserve(needed)
-            arena.wait()
+            arena.wait(needed)
         except HostMemoryError as error:
             raise ValueError(str(error)) from None
 

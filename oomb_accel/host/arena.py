@@ -141,10 +141,18 @@ class HostArena:
             self._check_machine(num_slabs - len(self._slabs) - len(self._builds))
             self._aim(num_slabs)
 
-    def wait(self) -> None:
-        """Until nothing is being made any more. What did not come is told to whoever takes it."""
+    def wait(self, num_bytes: int) -> None:
+        """Until the slabs of this many bytes, which were reserved, are there.
+
+        Raises:
+            HostMemoryError: one of them does not come.
+        """
+        num_slabs = -(-num_bytes // self.slab_bytes)
         with self._changed:
-            while self._target > len(self._slabs) and not self._resources.closing.is_set():
+            while len(self._slabs) < num_slabs:
+                self._check_open()
+                if self._target < num_slabs:
+                    raise _as_memory_error(self._failures[-1])
                 self._changed.wait()
 
     def take(self) -> Slab:
@@ -237,7 +245,13 @@ class HostArena:
         threads[:] = [thread for thread in threads if thread.is_alive()]
         for _ in range(min(self._num_threads - self._num_working, num_parts)):
             thread = threading.Thread(target=self._work, name="oomb-host-memory", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads: those that there are will do
+                if self._num_working:
+                    break
+                self._target = len(self._slabs)
+                raise _as_memory_error(error) from error
             threads.append(thread)
             self._num_working += 1
 

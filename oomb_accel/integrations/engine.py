@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -22,6 +23,8 @@ from oomb_accel.integrations.zero3_layers import gather_whole_layers, keep_adapt
 from oomb_accel.reading import refusal
 from oomb_accel.sources import BLOCK, Resolved, Source, gather, load_deepspeed_config, resolve
 
+_IN_ARGS = ("deepspeed_config", "deepscale_config")
+"""Where a script's arguments name the config."""
 _PLAIN = "_oomb_plain"
 """Attribute of our wrapper that holds DeepSpeed's own function."""
 
@@ -131,10 +134,7 @@ def _initialize(call: inspect.BoundArguments, config: dict[str, Any], resolved: 
     switch_on(model, resolved)
     if _stage(config) == 3:
         gather_whole_layers(model)
-    for name in ("config", "config_params"):
-        if call.arguments.get(name) is not None:
-            given = keep_adapters_whole(load_deepspeed_config(call.arguments[name]), model)
-            call.arguments[name] = {**given, BLOCK: resolved.block()}
+    _give_config(call, {**keep_adapters_whole(config, model), BLOCK: resolved.block()})
     try:
         engine, *rest = _plain()(*call.args, **call.kwargs)
     except BaseException:
@@ -222,12 +222,24 @@ def _config_of(call: inspect.BoundArguments) -> dict[str, Any]:
     for config in (
         arguments.get("config"),
         arguments.get("config_params"),
-        getattr(script, "deepspeed_config", None),
-        getattr(script, "deepscale_config", None),
+        *(getattr(script, name, None) for name in _IN_ARGS),
     ):
         if config is not None:
             return load_deepspeed_config(config)
     return {}
+
+
+def _give_config(call: inspect.BoundArguments, config: dict[str, Any]) -> None:
+    """Have a call use this config, and none from any of those places."""
+    arguments = call.arguments
+    arguments["config"] = config
+    arguments.pop("config_params", None)
+    script = arguments.get("args")
+    if any(getattr(script, name, None) is not None for name in _IN_ARGS):
+        script = arguments["args"] = copy.copy(script)  # the caller's own stays as it is
+        for name in _IN_ARGS:
+            if hasattr(script, name):
+                setattr(script, name, None)
 
 
 def _stage(config: Mapping[str, Any]) -> int:

@@ -20,7 +20,7 @@ from oomb_accel.integrations.float8_checks import prepare_float8_base
 from oomb_accel.integrations.fused_lora import fused_lora
 from oomb_accel.integrations.outputs import OombOutput
 from oomb_accel.integrations.rope import check_length
-from oomb_accel.integrations.step_memory import divide_pages, stream_memory
+from oomb_accel.integrations.step_memory import divide_pages, reserve_host_memory, stream_memory
 from oomb_accel.integrations.step_recurrence import StepRecurrence
 from oomb_accel.integrations.stream import Stream, build_stream, check_targets, dummy_stream
 from oomb_accel.integrations.support import (
@@ -180,7 +180,10 @@ def checked_stream(state: Attachment, batch: dict[str, Any]) -> Stream:
     if config.beyond_trained_length == "error":
         check_length(text_config, stream.document_tokens)
     _check_normaliser(batch, stream)
-    return replace(stream, rooms=divide_pages(state, stream.schedule, tokens.device))
+    rooms = divide_pages(state, stream.schedule, tokens.device)
+    if rooms is not None:  # before other ranks wait for this one within a pass
+        reserve_host_memory(state, rooms, tokens.device)
+    return replace(stream, rooms=rooms)
 
 
 def _dummy_passes(

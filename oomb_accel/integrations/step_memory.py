@@ -34,10 +34,7 @@ def stream_memory(
     model is served.
 
     Args:
-        rooms: of `divide_pages`, under the same grad mode.
-
-    Raises:
-        ValueError: host memory that was there when pages were divided is not there any more.
+        rooms: of `divide_pages`, under the same grad mode; their host memory is there.
     """
     selector = state.selector() if torch.is_grad_enabled() else None
     shape = state.page_shape(sparse=selector is not None)
@@ -45,7 +42,6 @@ def stream_memory(
     outputs: dict[int, Outputs] = {index: {} for index in kept}
     if rooms is None:
         return StreamMemory(PagedKVCache(shape, schedule, device), selector, outputs)
-    state.offload.reserve(rooms.host_bytes, _largest_record(state, shape, device), device)
     foresight = Foresight(shape, schedule, selector, span_pages=state.span_pages, skipped=kept)
     records = StreamRecords(state.offload, shape, schedule, rooms, foresight, device)
     return StreamMemory(PagedKVCache(shape, schedule, device, records), selector, outputs, foresight, rooms)
@@ -70,6 +66,19 @@ def divide_pages(state: Attachment, schedule: ChunkSchedule, device: torch.devic
         rooms = replace(rooms, host_bytes=min(rooms.host_bytes, living))
     state.offload.check(rooms.host_bytes, _largest_record(state, shape, device))
     return rooms
+
+
+def reserve_host_memory(state: Attachment, rooms: PageRooms, device: torch.device) -> None:
+    """Have the host memory made that pages need. Needs no other rank.
+
+    Args:
+        rooms: of `divide_pages`, under the same grad mode.
+
+    Raises:
+        ValueError: memory that was there when pages were divided is not there any more, or is refused.
+    """
+    shape = state.page_shape(sparse=torch.is_grad_enabled() and bool(state.sparse_layers))
+    state.offload.reserve(rooms.host_bytes, _largest_record(state, shape, device), device)
 
 
 def _living_host_bytes(

@@ -21,17 +21,20 @@ from torch import nn
 from oomb_accel.integrations.support import base_model_of, checkpointed_modules, decoder_layers
 
 WHOLE_ELEMENTS = 1_000_000
-"""Parameters up to this size stay whole on every rank: LoRA of rank 16 on layers up to 60,000 wide."""
+"""Parameters up to this size stay whole on every rank: of LoRA with rank 16 on layers up to 60,000 wide, and what else
+is as small. Larger adapters are divided as all weights are."""
+_THRESHOLDS = ("stage3_param_persistence_threshold", "param_persistence_threshold")
+"""DeepSpeed's two names of one setting."""
 
 
 def keep_adapters_whole(config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A DeepSpeed config under which ZeRO 3 divides no adapter, where some weights are frozen and the config does not
-    say itself which parameters are too small to be divided."""
+    """A DeepSpeed config under which ZeRO 3 divides no small parameters, where some weights are frozen and the config
+    does not say itself which parameters are too small to be divided."""
     zero = dict(config.get("zero_optimization") or {})
-    if zero.get("stage") == 3 and not all(parameter.requires_grad for parameter in model.parameters()):
-        zero.setdefault("stage3_param_persistence_threshold", WHOLE_ELEMENTS)
-        return {**config, "zero_optimization": zero}
-    return dict(config)
+    is_said = any(name in zero for name in _THRESHOLDS)
+    if zero.get("stage") != 3 or is_said or all(parameter.requires_grad for parameter in model.parameters()):
+        return dict(config)
+    return {**config, "zero_optimization": {**zero, _THRESHOLDS[0]: WHOLE_ELEMENTS}}
 
 
 def gather_whole_layers(model: nn.Module) -> None:

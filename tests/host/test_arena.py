@@ -68,9 +68,9 @@ def test_reserve_does_notwait_for() -> None:
 
 def test_all_that_was_reserved_can_be_waited_for() -> None:
     arena = make_arena(4)
-    arena.wait()
+    arena.wait(0)
     arena.reserve(4 * SLAB)
-    arena.wait()
+    arena.wait(4 * SLAB)
     assert arena.num_bytes == 4 * SLAB
     arena.close()
 
@@ -82,8 +82,33 @@ def test_nobody_waits_for_what_does_not_come(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(mapping_file.HostMapping, "touch", refuse)
     arena = make_arena(4)
     arena.reserve(3 * SLAB)
-    arena.wait()
-    assert arena.num_bytes == 0
+    with pytest.raises(HostMemoryError, match="no memory"):
+        arena.wait(3 * SLAB)
+    arena.close()
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_threads_that_cannot_be_started(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is enough; where there is none the next request starts anew."""
+    started: list[threading.Thread] = []
+    plain = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == num_threads:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        plain(thread)
+
+    arena = make_arena(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        if num_threads:
+            arena.reserve(4 * SLAB)
+        else:
+            with pytest.raises(HostMemoryError, match="can't start new thread"):
+                arena.reserve(4 * SLAB)
+    arena.reserve(4 * SLAB)
+    arena.wait(4 * SLAB)
     arena.close()
 
 
