@@ -226,8 +226,7 @@ class PagedKVCache:
         """Free the chunk's own pages and their gradients: nothing will ask for them again."""
         for records in (self._values, self._gradients, self._sink_gradients):
             if records:
-                for layer in range(self._shape.num_layers):
-                    records.free(layer, chunk.own_pages)
+                records.free(chunk.own_pages)
 
     def _passed(self, kind: Kind, layer: int, *ranges: PageRange) -> None:
         if self._tiered:

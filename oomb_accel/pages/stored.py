@@ -58,8 +58,8 @@ class Records(Protocol):
     def settle(self, layer: int) -> None:
         """All kernels that use records of this layer have been launched: the records may move."""
 
-    def free(self, layer: int, pages: PageRange) -> None:
-        """Forget these records."""
+    def free(self, pages: PageRange) -> None:
+        """Forget these records of all layers."""
 
 
 class StoredPages:
@@ -107,8 +107,9 @@ class StoredPages:
     def settle(self, layer: int) -> None:
         return None
 
-    def free(self, layer: int, pages: PageRange) -> None:
-        self._table.free(layer, pages)
+    def free(self, pages: PageRange) -> None:
+        for layer in range(len(self._mirror)):
+            self._table.free(layer, pages)
 
     def _to_device(self, numbers: npt.NDArray[np.int32]) -> Tensor:
         return self._host_tensor(numbers).to(self._mirror.device, non_blocking=True)

@@ -170,19 +170,19 @@ class TieredPages:
         self._in_use[layer].clear()
         self._evict(layer, keep_expected=True)
 
-    def free(self, layer: int, pages: PageRange) -> None:
-        here = slice(pages.first, pages.end)
-        slots, host_slots = self._slots[layer, here], self._host_slots[layer, here]
-        present = slots != NO_SLOT
+    def free(self, pages: PageRange) -> None:
+        here = (slice(None), slice(pages.first, pages.end))
+        slots, host_slots = self._slots[here], self._host_slots[here]
+        present, on_host = slots != NO_SLOT, host_slots != NO_SLOT
         # Nobody may write to a slot, or into the host's copy, under an upload that was never waited for.
-        self._wait_for(int(self._arrivals[layer, here].max(initial=0, where=present)))
+        self._wait_for(int(self._arrivals[here].max(initial=0, where=present)))
         self._free.give(slots[present], (self._mover.now(),))
-        self._resident[layer] -= int(present.sum())
-        self._away[layer] -= int((~present & (host_slots != NO_SLOT)).sum())
-        self._host.free(host_slots[host_slots != NO_SLOT])
-        slots[...], host_slots[...], self._mirror[layer, here] = NO_SLOT, NO_SLOT, NO_SLOT
-        self._changed[layer, here] = False
-        self._expected[layer, here] = 0
+        for layer, (leaving, away) in enumerate(zip(present, on_host & ~present, strict=True)):
+            self._resident[layer] -= np.count_nonzero(leaving)
+            self._away[layer] -= np.count_nonzero(away)
+        self._host.free(host_slots[on_host])
+        slots[...], host_slots[...], self._mirror[here] = NO_SLOT, NO_SLOT, NO_SLOT
+        self._changed[here], self._expected[here] = False, 0
 
     def _places(self, pages: PageRange, wanted: Wanted | None) -> Places:
         first = pages.first * self._num_heads

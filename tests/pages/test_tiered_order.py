@@ -85,7 +85,7 @@ def test_an_upload_waits_until_a_freed_record_was_read() -> None:
     bench = Bench((0, 0), 2)
     bench.away(1, 2, 3)
     found = bench.read(0, 1)
-    bench.records.free(0, PageRange(1, 2))
+    bench.records.free(PageRange(1, 2))
     others = [bench.read(0, page) for page in (2, 3)]
     bench.mover.hurry()
     bench.mover.synchronize()
@@ -120,7 +120,7 @@ def test_an_upload_that_nobody_waited_for_does_not_hit_the_next_owner(then: str)
     bench.away(1)
     assert bench.expect(0, PageRange(1, 2))
     if then == "freed":
-        bench.records.free(0, PageRange(1, 2))
+        bench.records.free(PageRange(1, 2))
     for page in range(2):  # takes both slots
         bench.write(1, page, 5)
     assert bench.on_device(0) == [] and bench.on_device(1) == [0, 1]
@@ -134,7 +134,7 @@ def test_the_host_slot_of_a_freed_record_is_not_filled_under_an_upload() -> None
     bench = Bench((0, 0), 2)
     bench.away(1)
     bench.expect(0, PageRange(1, 2))
-    bench.records.free(0, PageRange(1, 2))
+    bench.records.free(PageRange(1, 2))
     assert bench.store.num_records == 0 and not bench.mover._up, "the upload was waited for"
 
 
@@ -306,7 +306,7 @@ def test_what_was_dropped_is_written_again_when_it_leaves() -> None:
     for page in (2, 3):
         bench.read(0, page)
         bench.records.settle(0)
-    bench.records.free(0, PageRange(0, 1))
+    bench.records.free(PageRange(0, 1))
     bench.records._worth = lambda layer, places: -places.astype(np.float32)
     bench.read(0, 1)
     bench.records.settle(0)
