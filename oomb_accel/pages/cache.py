@@ -183,7 +183,7 @@ class PagedKVCache:
             for run, held in _runs(part, exists):
                 if held:  # selected pages have gradients of some heads only
                     there = exists[run.first - part.first : run.end - part.first]
-                    _add_zeros(gradients, layer, run, np.flatnonzero(~there).astype(np.int32))
+                    _add_zeros(gradients, layer, run, np.flatnonzero(~there))
                 else:
                     gradients.add(layer, run)
                 rows = self._token_rows(run, pages)

@@ -186,7 +186,7 @@ class TieredPages:
 
     def _places(self, pages: PageRange, wanted: Wanted | None) -> Places:
         first = pages.first * self._num_heads
-        return np.arange(first, pages.end * self._num_heads) if wanted is None else wanted.astype(np.int64) + first
+        return np.arange(first, pages.end * self._num_heads) if wanted is None else wanted + first
 
     def _use(self, layer: int, uses: list[Places], write: bool) -> int:
         """Have these records on the device. Returns the upload that has to be waited for, 0 where there is none."""

@@ -43,8 +43,8 @@ def masked(pages: PageRange, mask: list[bool] | None) -> Mask:
     return whole[: len(pages) * HEADS].reshape(len(pages), HEADS)
 
 
-def places(mask: Mask) -> npt.NDArray[np.int32]:
-    return np.flatnonzero(mask).astype(np.int32)
+def places(mask: Mask) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(mask)
 
 
 def keys(layer: int, pages: PageRange, wanted: Mask) -> list[Key]:

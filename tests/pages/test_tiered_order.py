@@ -17,7 +17,7 @@ from tests.harness.slabs import plain_store
 LAYERS, PAGES = 2, 8
 SHAPE = PageShape(LAYERS, num_kv_heads=1, head_dim=1, page_tokens=1, grad_dtype=torch.float32, windows=(None,) * 2)
 RECORD_BYTES = SHAPE.slot_bytes(torch.float32)
-ALL = np.zeros(1, np.int32)
+ALL = np.zeros(1, np.int64)
 
 
 class Bench:
@@ -360,7 +360,7 @@ def test_what_is_needed_at_once_comes_in_one_batch() -> None:
     bench = Bench((0, 0), 6)
     bench.away(0, 1, 3, 4, 5)
     before = bench.mover.num_copies
-    uses = [(PageRange(0, 2), None), (PageRange(3, 6), np.array([1], np.int32)), (PageRange(7, 8), None)]
+    uses = [(PageRange(0, 2), None), (PageRange(3, 6), np.array([1])), (PageRange(7, 8), None)]
     assert bench.records.expect(0, uses) == 3 and bench.mover.num_copies == before + 1
     assert bench.on_device(0) == [0, 1, 4]
     bench.records.use(0, PageRange(3, 4), PageRange(5, 6))
