@@ -4,7 +4,9 @@ Between its uses a layer keeps at most its quota of records on the device, those
 all quotas are a reserve. A use brings what is missing into the reserve, and whatever then exceeds the quota leaves when
 the layer settles. A record that the host has unchanged leaves for free.
 
-The host's work for a use is in proportion to the records that it names, not to those that there are.
+The host's work for a use is in proportion to the records that it names, not to those that there are; where the least
+worth are looked for, a mark for each of these comes on top. A small array operation costs microseconds whatever its
+size, and so does a call of the driver: what can be one is one.
 
 Legend: L layers, G KV heads, N pages of the stream, n pages of a range.
 """
