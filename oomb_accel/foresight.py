@@ -180,7 +180,7 @@ class Foresight:
             uses[self._places(chunk.own_pages)] = chunk.index
 
     def _named(self, reach: Reach, touched: TouchedPages) -> Places:
-        return touched().astype(np.int64) + reach.candidates.first * self._num_heads
+        return touched() + reach.candidates.first * self._num_heads
 
     def _places(self, pages: PageRange) -> slice:
         return slice(pages.first * self._num_heads, pages.end * self._num_heads)

@@ -101,7 +101,7 @@ class TouchedPages:
             words = self._bits.numpy().view(np.uint64)
             used = np.flatnonzero(words)
             places = np.flatnonzero(np.unpackbits(words[used].view(np.uint8), bitorder="little").view(bool))
-            self._numbers = (used[places // _WORD_BITS] * _WORD_BITS + places % _WORD_BITS).astype(np.int32)
+            self._numbers = used[places // _WORD_BITS] * _WORD_BITS + places % _WORD_BITS
             self._bits = self._copied = None  # pinned memory is for the next lists
         return self._numbers
 
@@ -141,6 +141,8 @@ class PageSelector:
         self._lists: dict[int, dict[int, PageLists]] = {}
         """By chunk, then layer."""
         self._touched: dict[int, dict[int, TouchedPages]] = {}
+        self._reaches: dict[PageRange, Reach | None] = {}
+        """Of the pasts of sparse layers so far."""
         self._last_queries: dict[int, tuple[int, Tensor]] = {}
         """By layer: a chunk, and the pooled queries ``[H, R, D]`` at its end."""
 
@@ -153,13 +155,11 @@ class PageSelector:
         Args:
             past: all earlier pages of the document.
         """
-        settings = self._settings
         if layer not in self._sparse_layers:
             return None
-        if len(past) <= settings.sink_pages + settings.top_k + settings.recent_pages:
-            return None
-        first, end = past.first + settings.sink_pages, past.end - settings.recent_pages
-        return Reach(PageRange(past.first, first), PageRange(end, past.end), PageRange(first, end))
+        if past not in self._reaches:
+            self._reaches[past] = _divided(past, self._settings)
+        return self._reaches[past]
 
     @torch.no_grad()
     def note_queries(self, layer: int, chunk: Chunk, q_HTD: Tensor) -> None:
@@ -281,3 +281,10 @@ class PageSelector:
         # Both lists ascend, so the pages do.
         chosen_GBK = top_pages(mass_GBN.gather(2, allowed_GBM), settings.top_k).long()
         return allowed_GBM.gather(2, chosen_GBK).to(torch.int32)
+
+
+def _divided(past: PageRange, settings: SelectionSettings) -> Reach | None:
+    if len(past) <= settings.sink_pages + settings.top_k + settings.recent_pages:
+        return None
+    first, end = past.first + settings.sink_pages, past.end - settings.recent_pages
+    return Reach(PageRange(past.first, first), PageRange(end, past.end), PageRange(first, end))

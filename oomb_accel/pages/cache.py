@@ -183,7 +183,7 @@ class PagedKVCache:
             for run, held in _runs(part, exists):
                 if held:  # selected pages have gradients of some heads only
                     there = exists[run.first - part.first : run.end - part.first]
-                    _add_zeros(gradients, layer, run, np.flatnonzero(~there).astype(np.int32))
+                    _add_zeros(gradients, layer, run, np.flatnonzero(~there))
                 else:
                     gradients.add(layer, run)
                 rows = self._token_rows(run, pages)
@@ -225,8 +225,7 @@ class PagedKVCache:
         """Free the chunk's own pages and their gradients: nothing will ask for them again."""
         for records in (self._values, self._gradients, self._sink_gradients):
             if records:
-                for layer in range(self._shape.num_layers):
-                    records.free(layer, chunk.own_pages)
+                records.free(chunk.own_pages)
 
     def _passed(self, kind: Kind, layer: int, *ranges: PageRange) -> None:
         if self._tiered:

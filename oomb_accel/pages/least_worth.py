@@ -1,4 +1,4 @@
-"""Which records leave the device first, found without a look at everything that lies there."""
+"""Which records leave the device first, found without asking for the worth of everything that lies there."""
 
 from __future__ import annotations
 

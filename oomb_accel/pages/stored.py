@@ -20,8 +20,9 @@ from oomb_accel.pages.shape import PageShape
 from oomb_accel.pages.table import NO_SLOT, PageTable
 from oomb_accel.schedule import PageRange
 
-Wanted: TypeAlias = npt.NDArray[np.int32]
-"""Which records of a range of pages: their places in ``[n, G]`` laid out in a row, ascending and distinct."""
+Wanted: TypeAlias = npt.NDArray[np.int64]
+"""Which records of a range of pages: their places in ``[n, G]`` laid out in a row, ascending and distinct. Wide enough
+to be an index without a cast."""
 WantedLater: TypeAlias = Callable[[], Wanted]
 """The same where the host may have to wait for it: asked for only where it matters."""
 
@@ -58,8 +59,8 @@ class Records(Protocol):
     def settle(self, layer: int) -> None:
         """All kernels that use records of this layer have been launched: the records may move."""
 
-    def free(self, layer: int, pages: PageRange) -> None:
-        """Forget these records."""
+    def free(self, pages: PageRange) -> None:
+        """Forget these records of all layers."""
 
 
 class StoredPages:
@@ -92,7 +93,7 @@ class StoredPages:
         if wanted is None:
             mirror.copy_(self._host_tensor(slots), non_blocking=True)
         else:
-            where, new = self._to_device(np.stack([wanted, slots.reshape(-1)[wanted]]))
+            where, new = self._to_device(np.stack([wanted, slots.reshape(-1)[wanted]]).astype(np.int32))
             mirror.view(-1).index_copy_(0, where.long(), new)
 
     def clear(self, layer: int, pages: PageRange, wanted: Wanted) -> None:
@@ -107,8 +108,9 @@ class StoredPages:
     def settle(self, layer: int) -> None:
         return None
 
-    def free(self, layer: int, pages: PageRange) -> None:
-        self._table.free(layer, pages)
+    def free(self, pages: PageRange) -> None:
+        for layer in range(len(self._mirror)):
+            self._table.free(layer, pages)
 
     def _to_device(self, numbers: npt.NDArray[np.int32]) -> Tensor:
         return self._host_tensor(numbers).to(self._mirror.device, non_blocking=True)

@@ -30,7 +30,7 @@ class PageTable:
         """Slots that hold nothing."""
         return self._num_free
 
-    def allocate(self, layer: int, pages: PageRange, wanted: npt.NDArray[np.int32] | None = None) -> None:
+    def allocate(self, layer: int, pages: PageRange, wanted: npt.NDArray[np.int64] | None = None) -> None:
         """Give every head of these pages a slot, or those at these places in ``[n, G]`` laid out in a row, which are
         distinct. None of them may have one."""
         target = self._slots[layer, pages.first : pages.end].reshape(-1)

@@ -4,7 +4,9 @@ Between its uses a layer keeps at most its quota of records on the device, those
 all quotas are a reserve. A use brings what is missing into the reserve, and whatever then exceeds the quota leaves when
 the layer settles. A record that the host has unchanged leaves for free.
 
-The host's work for a use is in proportion to the records that it names, not to those that there are.
+The host's work for a use is in proportion to the records that it names, not to those that there are; where the least
+worth are looked for, a mark for each of these comes on top. A small array operation costs microseconds whatever its
+size, and so does a call of the driver: what can be one is one.
 
 Legend: L layers, G KV heads, N pages of the stream, n pages of a range.
 """
@@ -170,23 +172,23 @@ class TieredPages:
         self._in_use[layer].clear()
         self._evict(layer, keep_expected=True)
 
-    def free(self, layer: int, pages: PageRange) -> None:
-        here = slice(pages.first, pages.end)
-        slots, host_slots = self._slots[layer, here], self._host_slots[layer, here]
-        present = slots != NO_SLOT
+    def free(self, pages: PageRange) -> None:
+        here = (slice(None), slice(pages.first, pages.end))
+        slots, host_slots = self._slots[here], self._host_slots[here]
+        present, on_host = slots != NO_SLOT, host_slots != NO_SLOT
         # Nobody may write to a slot, or into the host's copy, under an upload that was never waited for.
-        self._wait_for(int(self._arrivals[layer, here].max(initial=0, where=present)))
+        self._wait_for(int(self._arrivals[here].max(initial=0, where=present)))
         self._free.give(slots[present], (self._mover.now(),))
-        self._resident[layer] -= int(present.sum())
-        self._away[layer] -= int((~present & (host_slots != NO_SLOT)).sum())
-        self._host.free(host_slots[host_slots != NO_SLOT])
-        slots[...], host_slots[...], self._mirror[layer, here] = NO_SLOT, NO_SLOT, NO_SLOT
-        self._changed[layer, here] = False
-        self._expected[layer, here] = 0
+        for layer, (leaving, away) in enumerate(zip(present, on_host & ~present, strict=True)):
+            self._resident[layer] -= np.count_nonzero(leaving)
+            self._away[layer] -= np.count_nonzero(away)
+        self._host.free(host_slots[on_host])
+        slots[...], host_slots[...], self._mirror[here] = NO_SLOT, NO_SLOT, NO_SLOT
+        self._changed[here], self._expected[here] = False, 0
 
     def _places(self, pages: PageRange, wanted: Wanted | None) -> Places:
         first = pages.first * self._num_heads
-        return np.arange(first, pages.end * self._num_heads) if wanted is None else wanted.astype(np.int64) + first
+        return np.arange(first, pages.end * self._num_heads) if wanted is None else wanted + first
 
     def _use(self, layer: int, uses: list[Places], write: bool) -> int:
         """Have these records on the device. Returns the upload that has to be waited for, 0 where there is none."""

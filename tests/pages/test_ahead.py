@@ -44,7 +44,7 @@ class Keeper:
 
 def need(step: int, kind: Kind = "values", page: int = 0, wanted: bool = False) -> Need:
     """A use of one page in the layer that has the step's number."""
-    return Need(step, kind, step, PageRange(page, page + 1), (lambda: np.zeros(1, np.int32)) if wanted else None)
+    return Need(step, kind, step, PageRange(page, page + 1), (lambda: np.zeros(1, np.int64)) if wanted else None)
 
 
 def follow(needs: list[Need], room: int = 1000) -> tuple[Itinerary, dict[Kind, Bringer], Keeper, Keeper]:

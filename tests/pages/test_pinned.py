@@ -34,6 +34,7 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> PinnedNumbers:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **rest: empty(*size, **rest))
     monkeypatch.setattr(pinned, "_LEAST_NUMBERS", 8)
+    monkeypatch.setattr(pinned, "_PAGES_AT_ONCE", 2)
     return PinnedNumbers(torch.device("cpu"), in_place=True)
 
 
@@ -49,21 +50,22 @@ def let_pass(numbers: PinnedNumbers, count: int) -> None:
 
 
 def test_a_page_is_used_again_when_its_kernel_has_passed(numbers: PinnedNumbers) -> None:
-    first, second = given(numbers, [1, 2], [3, 4]), given(numbers, [5])
+    first, second, third = given(numbers, [1, 2], [3, 4]), given(numbers, [5]), given(numbers, [6])
     assert first.dtype == torch.int32
     assert (first.tolist(), second.tolist()) == ([[1, 2], [3, 4]], [[5]]), "the first kernel has still to read"
+    assert len(numbers._pages) == 4 and len({page.tensor.data_ptr() for page in numbers._pages}) == 4
+    given(numbers, [7])
     let_pass(numbers, 1)
-    assert given(numbers, [6]).data_ptr() == first.data_ptr() and second.tolist() == [[5]]
-    assert given(numbers, [7]).data_ptr() not in (first.data_ptr(), second.data_ptr())
-    assert len(numbers._pages) == 3
+    assert given(numbers, [8]).data_ptr() == first.data_ptr()
+    assert (second.tolist(), third.tolist(), len(numbers._pages)) == ([[5]], [[6]], 4)
 
 
 def test_more_numbers_than_a_page_has(numbers: PinnedNumbers) -> None:
     given(numbers, [1])
-    let_pass(numbers, 1)
+    let_pass(numbers, 2)
     rows = [list(range(20)), list(range(20, 40))]
     assert given(numbers, *rows).tolist() == rows
-    assert [page.numbers.size for page in numbers._pages] == [64], "the small one is given up"
+    assert [page.numbers.size for page in numbers._pages] == [64, 64], "small ones are given up"
 
 
 @pytest.mark.gpu

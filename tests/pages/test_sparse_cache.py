@@ -64,13 +64,13 @@ def filled(plan: ChunkSchedule, dtype: torch.dtype = torch.float32) -> tuple[Pag
     return cache, k, v
 
 
-def places(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    return np.flatnonzero(mask).astype(np.int32)
+def places(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(mask)
 
 
 def all_of(pages: PageRange) -> WantedLater:
     """Every record of these pages."""
-    return lambda: np.arange(len(pages) * HEADS, dtype=np.int32)
+    return lambda: np.arange(len(pages) * HEADS)
 
 
 def gradient_slots(cache: PagedKVCache, pages: PageRange) -> Tensor:

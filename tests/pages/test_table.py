@@ -42,11 +42,11 @@ def test_a_page_is_allocated_once_and_only_where_there_is_room() -> None:
 
 def test_single_heads_of_pages() -> None:
     table = PageTable(1, 2, 4, 8)
-    table.allocate(0, PageRange(1, 3), np.array([0, 3], np.int32))
+    table.allocate(0, PageRange(1, 3), np.array([0, 3]))
     assert table.slots(0, PageRange(0, 4)).tolist() == [[-1, -1], [0, -1], [-1, 1], [-1, -1]]
     with pytest.raises(AssertionError, match="allocated once"):
         table.allocate(0, PageRange(0, 2))
-    table.allocate(0, PageRange(1, 3), np.array([1, 2], np.int32))
+    table.allocate(0, PageRange(1, 3), np.array([1, 2]))
     assert table.slots(0, PageRange(1, 3)).tolist() == [[0, 2], [3, 1]]
     assert table.num_free == 4
 
@@ -63,7 +63,7 @@ def test_no_slot_is_held_twice(steps: list[tuple[int, int, int, bool]]) -> None:
         pages = PageRange(page, page + 1)
         new = [head for head in range(2) if heads >> head & 1 and (layer, page, head) not in held]
         if take and len(new) <= table.num_free:
-            table.allocate(layer, pages, np.array(sorted(new), np.int32))
+            table.allocate(layer, pages, np.array(sorted(new), np.int64))
             held |= {(layer, page, head): int(table.slots(layer, pages)[0, head]) for head in new}
         elif not take:
             table.free(layer, pages)

@@ -43,8 +43,8 @@ def masked(pages: PageRange, mask: list[bool] | None) -> Mask:
     return whole[: len(pages) * HEADS].reshape(len(pages), HEADS)
 
 
-def places(mask: Mask) -> npt.NDArray[np.int32]:
-    return np.flatnonzero(mask).astype(np.int32)
+def places(mask: Mask) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(mask)
 
 
 def keys(layer: int, pages: PageRange, wanted: Mask) -> list[Key]:
@@ -158,15 +158,16 @@ class Tiers(RuleBasedStateMachine):
             assert all(self.records._slots[key] != NO_SLOT for key in there), "what is expected is on its way"
             self.expected += Counter(there)
 
-    @rule(layer=st.integers(0, LAYERS - 1), pages=RANGES)
-    def free(self, layer: int, pages: PageRange) -> None:
+    @rule(pages=RANGES)
+    def free(self, pages: PageRange) -> None:
         self.settle(self.layer)
-        self.records.free(layer, pages)
-        for key in keys(layer, pages, masked(pages, None)):
-            self.contents.pop(key, None)
-            self.unsaved.discard(key)
-            self.expected.pop(key, None)
-        assert not self.records.exists(layer, pages).any()
+        self.records.free(pages)
+        for layer in range(LAYERS):
+            for key in keys(layer, pages, masked(pages, None)):
+                self.contents.pop(key, None)
+                self.unsaved.discard(key)
+                self.expected.pop(key, None)
+            assert not self.records.exists(layer, pages).any()
 
     @rule()
     def forget_expected(self) -> None:
@@ -201,8 +202,7 @@ class Tiers(RuleBasedStateMachine):
                 there = [key for key in keys(layer, pages, masked(pages, None)) if key in self.contents]
                 self.read(self.records.use(layer, pages), pages, there)
                 self.records.settle(layer)
-        for layer in range(LAYERS):
-            self.records.free(layer, PageRange(0, PAGES))
+        self.records.free(PageRange(0, PAGES))
         self.mover.synchronize()
         assert len(self.records._free) == self.room.num_slots
         assert self.store.num_records == self.store.num_bytes == 0

@@ -17,7 +17,7 @@ from tests.harness.slabs import plain_store
 LAYERS, PAGES = 2, 8
 SHAPE = PageShape(LAYERS, num_kv_heads=1, head_dim=1, page_tokens=1, grad_dtype=torch.float32, windows=(None,) * 2)
 RECORD_BYTES = SHAPE.slot_bytes(torch.float32)
-ALL = np.zeros(1, np.int32)
+ALL = np.zeros(1, np.int64)
 
 
 class Bench:
@@ -85,7 +85,7 @@ def test_an_upload_waits_until_a_freed_record_was_read() -> None:
     bench = Bench((0, 0), 2)
     bench.away(1, 2, 3)
     found = bench.read(0, 1)
-    bench.records.free(0, PageRange(1, 2))
+    bench.records.free(PageRange(1, 2))
     others = [bench.read(0, page) for page in (2, 3)]
     bench.mover.hurry()
     bench.mover.synchronize()
@@ -120,7 +120,7 @@ def test_an_upload_that_nobody_waited_for_does_not_hit_the_next_owner(then: str)
     bench.away(1)
     assert bench.expect(0, PageRange(1, 2))
     if then == "freed":
-        bench.records.free(0, PageRange(1, 2))
+        bench.records.free(PageRange(1, 2))
     for page in range(2):  # takes both slots
         bench.write(1, page, 5)
     assert bench.on_device(0) == [] and bench.on_device(1) == [0, 1]
@@ -134,7 +134,7 @@ def test_the_host_slot_of_a_freed_record_is_not_filled_under_an_upload() -> None
     bench = Bench((0, 0), 2)
     bench.away(1)
     bench.expect(0, PageRange(1, 2))
-    bench.records.free(0, PageRange(1, 2))
+    bench.records.free(PageRange(1, 2))
     assert bench.store.num_records == 0 and not bench.mover._up, "the upload was waited for"
 
 
@@ -306,7 +306,7 @@ def test_what_was_dropped_is_written_again_when_it_leaves() -> None:
     for page in (2, 3):
         bench.read(0, page)
         bench.records.settle(0)
-    bench.records.free(0, PageRange(0, 1))
+    bench.records.free(PageRange(0, 1))
     bench.records._worth = lambda layer, places: -places.astype(np.float32)
     bench.read(0, 1)
     bench.records.settle(0)
@@ -360,7 +360,7 @@ def test_what_is_needed_at_once_comes_in_one_batch() -> None:
     bench = Bench((0, 0), 6)
     bench.away(0, 1, 3, 4, 5)
     before = bench.mover.num_copies
-    uses = [(PageRange(0, 2), None), (PageRange(3, 6), np.array([1], np.int32)), (PageRange(7, 8), None)]
+    uses = [(PageRange(0, 2), None), (PageRange(3, 6), np.array([1])), (PageRange(7, 8), None)]
     assert bench.records.expect(0, uses) == 3 and bench.mover.num_copies == before + 1
     assert bench.on_device(0) == [0, 1, 4]
     bench.records.use(0, PageRange(3, 4), PageRange(5, 6))
