@@ -96,9 +96,10 @@ class TieredPages:
         on_device: npt.NDArray[np.bool_] = self._slots[layer, here] != NO_SLOT
         return on_device | (self._host_slots[layer, here] != NO_SLOT)
 
-    def lacking(self, layer: int, pages: PageRange, wanted: Wanted) -> Wanted:
-        here = self._places(pages, wanted)
-        return wanted[(_row(self._slots, layer)[here] == NO_SLOT) & (_row(self._host_slots, layer)[here] == NO_SLOT)]
+    def lacking(self, layer: int, pages: PageRange, wanted: WantedLater | None) -> Wanted:
+        here = self._places(pages, wanted and wanted())
+        new = here[(_row(self._slots, layer)[here] == NO_SLOT) & (_row(self._host_slots, layer)[here] == NO_SLOT)]
+        return (new - pages.first * self._num_heads).astype(np.int32)
 
     def add(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> None:
         here = self._places(pages, wanted)
