@@ -32,8 +32,9 @@ class PagedKVCache:
     """Pages of one stream, for one forward and one backward sweep.
 
     Pools are sized exactly by the schedule and come into being with the first page or gradient. A page takes
-    a gradient slot at its first contribution, which is stored; later ones are added. A page without a slot has
-    a zero gradient, and no uninitialised slot is ever read.
+    a gradient slot at its first contribution, which is stored; later ones are added. Where a kernel adds to selected
+    pages they take theirs before, filled with zeros. A page without a slot has a zero gradient, and no uninitialised
+    slot is ever read.
 
     Sparse layers have two things more: the mean keys of each page, until the backward sweep begins, and, where page
     gradients are bf16, a pool in fp32 for those of sink pages, since every later chunk of the document adds to them.

@@ -200,7 +200,6 @@ def test_what_is_wanted_has_a_gradient_and_nobody_waits_to_know_it() -> None:
     cache = PagedKVCache(shape(), plan, CPU)
     pages, wanted = PageRange(1, 4), np.array([[True, False], [False, False], [True, True]])
 
-
     def never() -> Wanted:
         raise AssertionError("no page moves: there is room for all of them")
 
