@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oomb_accel.chunk_pass import ChunkPass, LayerCall
-from oomb_accel.dense_parts import attend_dense, attend_dense_backward, dense_parts
+from oomb_accel.dense_parts import attend_dense, attend_dense_backward, dense_parts, of_rows
 from oomb_accel.selected_part import SelectedPages, attend_selected, attend_selected_backward, selected_pages
 
 
@@ -89,7 +89,9 @@ def _attend(
     if selected is None:
         return out_HTD.to(q_HTD.dtype), lse_HT
     rows = run.first_rows
-    joined_out, joined_lse = attend_selected(q_HTD[:, rows], out_HTD[:, rows], lse_HT[:, rows], selected, layer, run)
+    joined_out, joined_lse = attend_selected(
+        of_rows(q_HTD, rows), of_rows(out_HTD, rows), of_rows(lse_HT, rows), selected, layer, run
+    )
     return _with_rows(out_HTD, joined_out, q_HTD.dtype), _with_rows(lse_HT, joined_lse, lse_HT.dtype)
 
 
@@ -115,11 +117,11 @@ def _attend_backward(
     if selected is not None:
         rows = run.first_rows
         joined_dq = attend_selected_backward(
-            dout_HTD[:, rows],
-            q_HTD[:, rows],
-            out_HTD[:, rows],
-            lse_HT[:, rows],
-            dq[:, rows],
+            of_rows(dout_HTD, rows),
+            of_rows(q_HTD, rows),
+            of_rows(out_HTD, rows),
+            of_rows(lse_HT, rows),
+            of_rows(dq, rows),
             selected,
             layer,
             run,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from oomb_accel.memory import Outputs, StreamMemory
 from oomb_accel.schedule import Chunk
@@ -32,6 +33,8 @@ class ChunkPass:
     settings: AttentionSettings
     windows: tuple[int | None, ...]
     layers_seen: set[int] = field(default_factory=set)
+    in_common: dict[Hashable, Any] = field(default_factory=dict)
+    """What was worked out for one layer and is the same for others."""
 
     @property
     def kept(self) -> Outputs | None:

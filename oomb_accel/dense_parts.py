@@ -32,12 +32,21 @@ class DensePart:
 
 
 def dense_parts(layer: LayerCall, run: ChunkPass, reach: Reach | None) -> list[DensePart]:
-    """Every (query, key) pair that is not left to selection, exactly once.
+    """Every (query, key) pair that is not left to selection, exactly once. The same list for layers that are alike.
 
     Args:
         reach: how the past is divided where pages are selected; None where all of it, or the window, is dense.
     """
-    chunk, settings, window = run.chunk, run.settings, run.windows[layer.layer]
+    window = run.windows[layer.layer]
+    alike = (window, layer.scale, layer.softcap, reach)
+    if alike not in run.in_common:
+        run.in_common[alike] = _make_parts(layer, run, window, reach)
+    parts: list[DensePart] = run.in_common[alike]
+    return parts
+
+
+def _make_parts(layer: LayerCall, run: ChunkPass, window: int | None, reach: Reach | None) -> list[DensePart]:
+    chunk, settings = run.chunk, run.settings
     lengths = tuple(segment.num_tokens for segment in chunk.segments)
 
     def part(
@@ -80,7 +89,7 @@ def attend_dense(
 
     def attend(part: DensePart) -> tuple[Tensor, Tensor]:
         keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
-        return dense_attention_forward(q_HTD[:, part.rows], keys, values, part.call, run.settings.backend)
+        return dense_attention_forward(of_rows(q_HTD, part.rows), keys, values, part.call, run.settings.backend)
 
     first, others = _divided(parts)
     outs, lses = zip(*map(attend, first), strict=True)
@@ -88,7 +97,7 @@ def attend_dense(
     if others:
         out_HTD = out_HTD.to(torch.promote_types(q_HTD.dtype, torch.float32))
     for part in others:
-        merge_attention_(out_HTD[:, part.rows], lse_HT[:, part.rows], *attend(part))
+        merge_attention_(of_rows(out_HTD, part.rows), of_rows(lse_HT, part.rows), *attend(part))
     return out_HTD, lse_HT
 
 
@@ -118,12 +127,12 @@ def attend_dense_backward(
         rows = part.rows
         keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
         part_dq, part_dk, part_dv = dense_attention_backward(
-            dout_HTD[:, rows],
-            q_HTD[:, rows],
+            of_rows(dout_HTD, rows),
+            of_rows(q_HTD, rows),
             keys,
             values,
-            out_HTD[:, rows],
-            lse_HT[:, rows],
+            of_rows(out_HTD, rows),
+            of_rows(lse_HT, rows),
             part.call,
             run.settings.backend,
         )
@@ -142,8 +151,13 @@ def attend_dense_backward(
     if others:
         dq = dq.to(torch.promote_types(q_HTD.dtype, torch.float32))
     for part in others:
-        dq[:, part.rows].add_(attend_backward(part)[0])
+        of_rows(dq, part.rows).add_(attend_backward(part)[0])
     return dq, _side_by_side(dks), _side_by_side(dvs)
+
+
+def of_rows(x: Tensor, rows: slice) -> Tensor:
+    """``x[:, rows]``, for rows that exist; ``x`` where that is all of it, since views cost the host time, too."""
+    return x if rows.stop - rows.start == x.shape[1] else x[:, rows]
 
 
 def _divided(parts: list[DensePart]) -> tuple[list[DensePart], list[DensePart]]:
@@ -159,8 +173,8 @@ def _side_by_side(parts: tuple[Tensor, ...]) -> Tensor:
 def _keys_of(part: DensePart, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass) -> tuple[Tensor, Tensor]:
     if not part.pages:
         assert part.own is not None
-        return k_GTD[:, part.own], v_GTD[:, part.own]
+        return of_rows(k_GTD, part.own), of_rows(v_GTD, part.own)
     past_k, past_v = run.memory.cache.load(layer.layer, *part.pages)
     if part.own is None:
         return past_k, past_v
-    return torch.cat([past_k, k_GTD[:, part.own]], 1), torch.cat([past_v, v_GTD[:, part.own]], 1)
+    return torch.cat([past_k, of_rows(k_GTD, part.own)], 1), torch.cat([past_v, of_rows(v_GTD, part.own)], 1)

@@ -24,8 +24,8 @@ class SelectedPages:
 
     reach: Reach
     lists: PageLists
-    touched: WantedLater
-    """Which candidates the lists name."""
+    touched: WantedLater | None
+    """Which candidates the lists name; None where nobody has to know, since no page ever moves."""
 
 
 def selected_pages(q_HTD: Tensor, layer: LayerCall, run: ChunkPass, *, first_run: bool) -> SelectedPages | None:
@@ -49,9 +49,8 @@ def selected_pages(q_HTD: Tensor, layer: LayerCall, run: ChunkPass, *, first_run
         selector.note_queries(layer.layer, run.chunk, q_HTD)
     if reach is None:
         return None
-    touched = selector.touched(layer.layer, run.chunk)
-    assert touched is not None, "a layer that selects has selected"
-    return SelectedPages(reach, selector.recorded(layer.layer, run.chunk), touched)
+    lists, touched = selector.recorded(layer.layer, run.chunk), selector.touched(layer.layer, run.chunk)
+    return SelectedPages(reach, lists, touched)
 
 
 def attend_selected(

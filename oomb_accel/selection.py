@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from oomb_accel.pages import Wanted
 from oomb_accel.schedule import Chunk, PageRange
-from oomb_accel.selection_tally import SelectionTally
+from oomb_accel.selection_tally import HostCopy, SelectionTally
 from oomb_kernels import PageLists, page_mass, pool_queries, top_pages
 
 POOLED_TOKENS = 16
@@ -70,46 +69,29 @@ class TouchedPages:
 
     Args:
         lists: all of one length.
-
-    Attributes:
-        could: the most candidates that the lists of one KV head could name.
     """
 
     def __init__(self, lists: PageLists) -> None:
         pages_GX = lists.pages_GBK.flatten(1)
         device, self._num_heads = pages_GX.device, pages_GX.shape[0]
-        self.could = min(lists.num_pages, pages_GX.shape[1])
         num_words = -(-lists.num_pages * self._num_heads // _WORD_BITS)
         named = torch.zeros(num_words * _WORD_BITS // 8, 8, dtype=torch.uint8, device=device)
         places_GX = pages_GX.long() * self._num_heads + torch.arange(self._num_heads, device=device)[:, None]
         named.view(-1).index_fill_(0, places_GX.flatten(), 1)
         bits = (named << torch.arange(8, dtype=torch.uint8, device=device)).sum(1, dtype=torch.uint8)
-        self._bits: Tensor | None = bits
+        self._bits: HostCopy | None = HostCopy(bits)
         self._numbers: Wanted | None = None
-        self._copied: torch.cuda.Event | None = None
-        if bits.is_cuda:
-            self._bits = torch.empty(bits.shape, dtype=bits.dtype, pin_memory=True).copy_(bits, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(bits.device))
 
     def __call__(self) -> Wanted:
         """Their places in ``[N, G]`` laid out in a row, ascending. Waits where the device is not there yet."""
         if self._numbers is None:
             assert self._bits is not None
-            if self._copied is not None:
-                self._copied.synchronize()
-            words = self._bits.numpy().view(np.uint64)
+            words = self._bits.wait().numpy().view(np.uint64)
             used = np.flatnonzero(words)
             places = np.flatnonzero(np.unpackbits(words[used].view(np.uint8), bitorder="little").view(bool))
             self._numbers = used[places // _WORD_BITS] * _WORD_BITS + places % _WORD_BITS
-            self._bits = self._copied = None  # pinned memory is for the next lists
+            self._bits = None  # pinned memory is for the next lists
         return self._numbers
-
-    def distinct(self) -> npt.NDArray[np.int64] | None:
-        """How many there are, ``[G]``; None where the device is not there yet."""
-        if self._copied is not None and not self._copied.query():
-            return None
-        return np.bincount(self() % self._num_heads, minlength=self._num_heads)
 
 
 OnSelection: TypeAlias = Callable[[int, Chunk, Reach, PageLists], None]
@@ -123,6 +105,7 @@ class PageSelector:
         sparse_layers: layers that select pages; all others attend to everything they can reach.
         on_selection: called with every choice.
         tally: counts what is selected.
+        tell_pages: whether somebody asks which pages are touched, because pages move.
     """
 
     def __init__(
@@ -131,12 +114,15 @@ class PageSelector:
         sparse_layers: frozenset[int],
         on_selection: OnSelection | None = None,
         tally: SelectionTally | None = None,
+        *,
+        tell_pages: bool = True,
     ) -> None:
         assert settings.page_budget is None or settings.page_budget >= settings.top_k
         self._settings = settings
         self._sparse_layers = sparse_layers
         self._on_selection = on_selection
         self._tally = tally
+        self._tell_pages = tell_pages
         self._sampled = sorted(sparse_layers)
         self._lists: dict[int, dict[int, PageLists]] = {}
         """By chunk, then layer."""
@@ -208,9 +194,10 @@ class PageSelector:
         pages_GBK = self._heaviest(mass_GBN)
         if settings.select_per == "layer":
             pages_GBK = pages_GBK.expand(centroids_GCD.shape[0], -1, -1).contiguous()
-        counts_GB = torch.full(pages_GBK.shape[:2], pages_GBK.shape[2], dtype=torch.int32, device=pages_GBK.device)
+        counts_GB = next(iter(recorded.values())).counts_GB if recorded else _full_counts(pages_GBK)
         recorded[layer] = PageLists(pages_GBK, counts_GB, settings.q_block, len(reach.candidates))
-        self._touched.setdefault(chunk.index, {})[layer] = TouchedPages(recorded[layer])
+        if self._tell_pages:
+            self._touched.setdefault(chunk.index, {})[layer] = TouchedPages(recorded[layer])
         if self._on_selection is not None:
             self._on_selection(layer, chunk, reach, recorded[layer])
         if self._tally is not None and layer == self._sampled[chunk.index % len(self._sampled)]:
@@ -229,16 +216,15 @@ class PageSelector:
         return self._lists[chunk.index][layer]
 
     def touched(self, layer: int, chunk: Chunk) -> TouchedPages | None:
-        """Which candidates they name; None where the layer did not select."""
+        """Which candidates they name; None where the layer did not select, or nobody asks."""
         return self._touched.get(chunk.index, {}).get(layer)
 
     def release(self, chunk: Chunk) -> None:
         """Forget the chunk's lists: it has run for the last time."""
-        self._lists.pop(chunk.index, None)
-        touched = self._touched.pop(chunk.index, {})
-        if self._tally is not None:
-            for pages in touched.values():
-                self._tally.count(pages.distinct(), pages.could)
+        lists = self._lists.pop(chunk.index, {})
+        self._touched.pop(chunk.index, None)
+        if self._tally is not None and lists:
+            self._tally.count(list(lists.values()))
 
     def _mass(
         self,
@@ -288,3 +274,8 @@ def _divided(past: PageRange, settings: SelectionSettings) -> Reach | None:
         return None
     first, end = past.first + settings.sink_pages, past.end - settings.recent_pages
     return Reach(PageRange(past.first, first), PageRange(end, past.end), PageRange(first, end))
+
+
+def _full_counts(pages_GBK: Tensor) -> Tensor:
+    """int32 ``[G, B]``: every list is full. The same for all layers of a chunk."""
+    return torch.full(pages_GBK.shape[:2], pages_GBK.shape[2], dtype=torch.int32, device=pages_GBK.device)

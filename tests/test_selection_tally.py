@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from oomb_accel.selection_tally import SelectionTally
+from oomb_accel.selection_tally import HostCopy, SelectionTally
 from oomb_kernels import PageLists
 
 HEADS, GROUPS, DIM, TOKENS, PAGES = 4, 2, 8, 16, 6
@@ -44,6 +44,15 @@ class Copied:
     def query(self) -> bool:
         return self.there
 
+    def synchronize(self) -> None:
+        assert self.there, "somebody waits"
+
+
+def on_its_way(mass: float, event: Copied) -> HostCopy:
+    copy = HostCopy(torch.tensor(mass))
+    copy._copied = event  # type: ignore[assignment]
+    return copy
+
 
 def test_samples_that_are_there_are_not_kept() -> None:
     tally = SelectionTally()
@@ -61,21 +70,23 @@ def test_samples_that_are_there_are_not_kept() -> None:
 def test_nobody_waits_for_samples_on_their_way() -> None:
     tally, late, early = SelectionTally(), Copied(), Copied(there=True)
     sample(tally, 0)
-    tally._masses.append((torch.tensor(0.5), late))
-    tally._masses.append((torch.tensor(0.125), early))
+    tally._masses.append(on_its_way(0.5, late))
+    tally._masses.append(on_its_way(0.125, early))
     sample(tally, 1)
     assert len(tally._masses) == 3  # behind the late one
     late.there = True
     sample(tally, 2)
     assert len(tally._masses) == 1
-    tally._masses.append((torch.tensor(9.0), Copied()))
-    tally.count(np.array([2, 4]), 6)
-    tally.count(None, 6)
+    tally._masses.append(on_its_way(9.0, Copied()))
+    # Two layers of two KV heads, three lists each.
+    pages = [[[[0, 1], [1, 5], [0, 1]], [[2, 3], [2, 3], [2, 3]]], [[[0, 1], [2, 3], [4, 5]], [[0, 1], [0, 2], [0, 3]]]]
+    counts = torch.full((GROUPS, 3), 2, dtype=torch.int32)
+    tally.count([PageLists(torch.tensor(layer, dtype=torch.int32), counts, TOKENS, PAGES) for layer in pages])
     wanted = np.mean([mass_of(0), 0.5, 0.125, mass_of(1), mass_of(2)])
     assert tally.take() == {
-        "pages_selected": 3.0,
-        "pages_selected_most": 4,
-        "distinct_share": 0.5,
+        "pages_selected": (3 + 2 + 6 + 4) / 4,
+        "pages_selected_most": 6,
+        "distinct_share": 15 / 24,
         "selected_mass": pytest.approx(wanted, rel=1e-6),
     }
     assert tally.take() == {}

@@ -72,7 +72,7 @@ def forward(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, call: AttentionCall) ->
         False,
         scale=call.scale,
     )[:2]
-    return token_major(out[0])[:, :num_q], lse.reshape(q.shape[:2])[:, :num_q]
+    return _unpadded(token_major(out[0]), num_q), _unpadded(lse.reshape(q.shape[:2]), num_q)
 
 
 def backward(
@@ -114,7 +114,7 @@ def backward(
         call.causal,
         scale=call.scale,
     )
-    return token_major(dq[0])[:, :num_q], dk[0, :, :num_k], dv[0, :, :num_k]
+    return _unpadded(token_major(dq[0]), num_q), _unpadded(dk[0], num_k), _unpadded(dv[0], num_k)
 
 
 @lru_cache(maxsize=16)
@@ -133,6 +133,11 @@ def _padded(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, call: AttentionCall) ->
         _pad_tokens(vector_aligned(k_GTD), missing_keys),
         _pad_tokens(vector_aligned(v_GTD), missing_keys),
     )
+
+
+def _unpadded(x: Tensor, num_tokens: int) -> Tensor:
+    """The first tokens of ``[H, T, ...]``."""
+    return x if x.shape[1] == num_tokens else x[:, :num_tokens]
 
 
 def _pad_tokens(x_HTD: Tensor, missing: int) -> Tensor:

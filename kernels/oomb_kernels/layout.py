@@ -14,10 +14,9 @@ def token_major(x_HTD: Tensor) -> Tensor:
 
 
 def with_batch(x_HTD: Tensor) -> Tensor:
-    """[1, H, T, D] with the outermost stride on the batch, whichever of H and T that is; no copy."""
-    if x_HTD.stride(0) >= x_HTD.stride(1):
-        return x_HTD.unsqueeze(0)
-    return x_HTD.transpose(0, 1).unsqueeze(0).transpose(1, 2)
+    """[1, H, T, D] with the outermost stride on the batch, whichever of H and T comes next; no copy."""
+    shape, stride = x_HTD.shape, x_HTD.stride()
+    return x_HTD.as_strided((1, *shape), (max(shape[0] * stride[0], shape[1] * stride[1]), *stride))
 
 
 def vector_aligned(x_HTD: Tensor) -> Tensor:

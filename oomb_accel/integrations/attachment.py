@@ -211,8 +211,12 @@ class Attachment:
             "  Call oomb_accel.disable(model) first, or copy before enable; to save, use save_pretrained or state_dict."
         )
 
-    def selector(self) -> PageSelector | None:
-        """A new one, for one stream; None where no layer selects pages."""
+    def selector(self, *, tell_pages: bool) -> PageSelector | None:
+        """A new one, for one stream; None where no layer selects pages.
+
+        Args:
+            tell_pages: whether pages move, so that somebody asks which are selected.
+        """
         config = self.config
         if not self.sparse_layers:
             return None
@@ -225,7 +229,7 @@ class Attachment:
             select_per=config.select_per,
             causal_selection=config.causal_selection,
         )
-        return PageSelector(settings, self.sparse_layers, self.on_selection, self.tally)
+        return PageSelector(settings, self.sparse_layers, self.on_selection, self.tally, tell_pages=tell_pages)
 
     @property
     def settled(self) -> OombConfig:

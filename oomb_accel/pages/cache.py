@@ -32,8 +32,9 @@ class PagedKVCache:
     """Pages of one stream, for one forward and one backward sweep.
 
     Pools are sized exactly by the schedule and come into being with the first page or gradient. A page takes
-    a gradient slot at its first contribution, which is stored; later ones are added. A page without a slot has
-    a zero gradient, and no uninitialised slot is ever read.
+    a gradient slot at its first contribution, which is stored; later ones are added. Where a kernel adds to selected
+    pages they take theirs before, filled with zeros. A page without a slot has a zero gradient, and no uninitialised
+    slot is ever read.
 
     Sparse layers have two things more: the mean keys of each page, until the backward sweep begins, and, where page
     gradients are bf16, a pool in fp32 for those of sink pages, since every later chunk of the document adds to them.
@@ -137,11 +138,11 @@ class PagedKVCache:
         """K and V of all stored pages by slot, ``[S, 2, P, D]``."""
         return self._stored_values().pool.storage
 
-    def value_slots(self, layer: int, pages: PageRange, wanted: WantedLater) -> Tensor:
+    def value_slots(self, layer: int, pages: PageRange, wanted: WantedLater | None) -> Tensor:
         """Where K and V of earlier pages lie in ``value_pool``: int32 ``[G, N]``. Valid until the layer settles.
 
         Args:
-            wanted: others may lie nowhere.
+            wanted: others may lie nowhere; None is all.
         """
         slots_GN = self._stored_values().use(layer, pages, wanted=wanted)
         self._passed("values", layer, pages)  # others are brought when the kernels that wait for these are launched
@@ -156,17 +157,18 @@ class PagedKVCache:
         """Gradients by slot, ``[S, 2, P, D]``; those of sinks may lie elsewhere."""
         return self._gradient_records().pool.storage
 
-    def gradient_slots(self, layer: int, pages: PageRange, wanted: WantedLater) -> Tensor:
+    def gradient_slots(self, layer: int, pages: PageRange, wanted: WantedLater | None) -> Tensor:
         """Where a kernel adds gradients of these pages in ``gradient_pool``: int32 ``[G, N]``, until the layer settles.
 
         Each that is wanted has a slot afterwards, and one that had none a gradient of zero.
 
         Args:
             pages: no sinks of a sparse layer.
+            wanted: None is all.
         """
         gradients = self._gradient_records()
         assert self._sinks_among(layer, pages) is None, "gradients of sinks lie in their own pool"
-        _add_zeros(gradients, layer, pages, gradients.lacking(layer, pages, wanted()))
+        _add_zeros(gradients, layer, pages, gradients.lacking(layer, pages, wanted))
         slots_GN = gradients.use(layer, pages, wanted=wanted, write=True)
         self._passed("gradients", layer, pages)
         return slots_GN
@@ -181,9 +183,8 @@ class PagedKVCache:
         for part, gradients in self._by_store(layer, pages):
             exists = gradients.exists(layer, part)
             for run, held in _runs(part, exists):
-                if held:  # selected pages have gradients of some heads only
-                    there = exists[run.first - part.first : run.end - part.first]
-                    _add_zeros(gradients, layer, run, np.flatnonzero(~there))
+                if held:  # selected pages may have gradients of some heads only
+                    _add_zeros(gradients, layer, run, gradients.lacking(layer, run, None))
                 else:
                     gradients.add(layer, run)
                 rows = self._token_rows(run, pages)
@@ -299,6 +300,8 @@ def _add_zeros(gradients: Records, layer: int, pages: PageRange, new: Wanted) ->
 
 def _runs(pages: PageRange, exists: npt.NDArray[np.bool_]) -> list[tuple[PageRange, bool]]:
     """These pages as maximal runs that all have a record (True) or all have none (False)."""
+    if exists.all():
+        return [(pages, True)]
     held = np.logical_or.reduce(exists, axis=1)
     cuts = [0, *(np.flatnonzero(held[1:] != held[:-1]) + 1).tolist(), len(pages)]
     return [(PageRange(pages.first + a, pages.first + b), bool(held[a])) for a, b in pairwise(cuts) if b > a]

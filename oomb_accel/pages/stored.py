@@ -35,8 +35,8 @@ class Records(Protocol):
     def exists(self, layer: int, pages: PageRange) -> npt.NDArray[np.bool_]:
         """Which records there are, ``[n, G]``."""
 
-    def lacking(self, layer: int, pages: PageRange, wanted: Wanted) -> Wanted:
-        """Those of the wanted records that there are not."""
+    def lacking(self, layer: int, pages: PageRange, wanted: WantedLater | None) -> Wanted:
+        """What has to be added so that the wanted records, or all where None is, are there; others may be among it."""
 
     def add(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> None:
         """Give these records, or those of them that are wanted, slots. Their contents are whatever lay there."""
@@ -84,8 +84,9 @@ class StoredPages:
         exists: npt.NDArray[np.bool_] = self._table.slots(layer, pages) != NO_SLOT
         return exists
 
-    def lacking(self, layer: int, pages: PageRange, wanted: Wanted) -> Wanted:
-        return wanted[self._table.slots(layer, pages).reshape(-1)[wanted] == NO_SLOT]
+    def lacking(self, layer: int, pages: PageRange, wanted: WantedLater | None) -> Wanted:
+        # There is room for all of them: nobody waits to know which are wanted, and the next chunk finds them here.
+        return np.flatnonzero(self._table.slots(layer, pages) == NO_SLOT)
 
     def add(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> None:
         self._table.allocate(layer, pages, wanted)

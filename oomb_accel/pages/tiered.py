@@ -109,9 +109,10 @@ class TieredPages:
         on_device: npt.NDArray[np.bool_] = self._slots[layer, here] != NO_SLOT
         return on_device | (self._host_slots[layer, here] != NO_SLOT)
 
-    def lacking(self, layer: int, pages: PageRange, wanted: Wanted) -> Wanted:
-        here = self._places(pages, wanted)
-        return wanted[(self._rows[layer].slots[here] == NO_SLOT) & (self._rows[layer].host_slots[here] == NO_SLOT)]
+    def lacking(self, layer: int, pages: PageRange, wanted: WantedLater | None) -> Wanted:
+        here, row = self._places(pages, wanted and wanted()), self._rows[layer]
+        new = here[(row.slots[here] == NO_SLOT) & (row.host_slots[here] == NO_SLOT)]
+        return new - pages.first * self._num_heads
 
     def add(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> None:
         here = self._places(pages, wanted)

@@ -218,9 +218,9 @@ def test_pages_and_lists_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
     selectors = []
     original = PageSelector.__init__
 
-    def init(self: PageSelector, *args: Any) -> None:
+    def init(self: PageSelector, *args: Any, **kwargs: Any) -> None:
         selectors.append(self)
-        original(self, *args)
+        original(self, *args, **kwargs)
 
     monkeypatch.setattr(PageSelector, "__init__", init)
     caches = []

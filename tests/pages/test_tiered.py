@@ -96,7 +96,7 @@ class Tiers(RuleBasedStateMachine):
     def add(self, pages: PageRange, mask: list[bool], by_kernel: bool) -> None:
         exists = self.records.exists(self.layer, pages)
         some = masked(pages, mask)
-        assert self.records.lacking(self.layer, pages, places(some)).tolist() == places(some & ~exists).tolist()
+        assert self.records.lacking(self.layer, pages, lambda: places(some)).tolist() == places(some & ~exists).tolist()
         new = masked(pages, mask) & ~exists
         chosen = keys(self.layer, pages, new)
         if not chosen or not self.takes(chosen):
