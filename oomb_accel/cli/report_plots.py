@@ -92,7 +92,7 @@ def _training(runs: Sequence[RunData]) -> Figure:
     left, right = figure.subplots(1, 2)
     several = len(runs) > 1
     for axes, key, title, color in (
-        (left, "loss", "loss per target", _BLUE),
+        (left, "loss", "loss (nats per target)", _BLUE),
         (right, "tokens_per_second", "tokens per second", _RED),
     ):
         for index, (run, name) in enumerate(zip(runs, names_of(runs), strict=True)):
