@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -57,14 +59,20 @@ def position() -> list[PositionLoss]:
 def test_nothing_overlaps(parts: dict[str, list[object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **more: (drawn.append(self), save(self, *args, **more)))
+
+    def keep(figure: Figure, *arguments: Any, **more: Any) -> None:
+        drawn.append(figure)
+        save(figure, *arguments, **more)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
     plots.draw(tmp_path, **({"context": [], "facts": [], "position": []} | parts), subtitle=PATHS)  # type: ignore[arg-type]
     (figure,) = drawn
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw(renderer)
-    title = figure.get_suptitle() and figure.texts[0].get_window_extent(renderer)
+    title = next(text for text in figure.texts if text.get_text().startswith("/a/long")).get_window_extent(renderer)
     for axes in figure.axes:
-        assert not title.overlaps(axes.get_tightbbox(renderer))
+        around = axes.get_tightbbox(renderer)
+        assert around is not None and not title.overlaps(around)
         names = [label for label in axes.get_xticklabels() if label.get_visible()]
         boxes = [label.get_window_extent(renderer) for label in names]
         assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2)), [n.get_text() for n in names]
@@ -81,7 +89,7 @@ def test_the_longest_context_is_always_named(tmp_path: Path) -> None:
 
 
 def test_a_fact_that_was_not_in_the_context_is_grey() -> None:
-    image = plots._facts(facts([0, WHOLE], [0.2, 0.5])).axes[1].images[0].get_array()
+    image = np.asarray(plots._facts(facts([0, WHOLE], [0.2, 0.5])).axes[1].images[0].get_array())
     grey, blue = image[:, 0, :3], image[:, 1, :3]
     assert (grey.max(axis=-1) - grey.min(axis=-1)).max() < 0.01
     assert blue[1, 2] - blue[1, 0] > 0.3  # all answers are exact there
