@@ -129,15 +129,15 @@ def _facts(answers: Sequence[Answer]) -> Figure:
 def _position(rows: Sequence[PositionLoss]) -> Figure:
     """Perplexity of each bucket of positions; buckets double, so they stand at equal distances."""
     buckets = [row for row in rows if row.variant == rows[0].variant][:-1]  # the last one is over all positions
-    figure = Figure(figsize=(max(7, 0.8 + 0.75 * len(buckets)), 4), layout="constrained")
+    figure = Figure(figsize=(max(7, 0.8 + 0.9 * len(buckets)), 4), layout="constrained")
     axes = figure.subplots()
     for variant in dict.fromkeys(row.variant for row in rows):
         values = [row.perplexity for row in rows if row.variant == variant][:-1]
         color, marker, line = _LOOKS[variant]
         axes.plot(range(len(values)), values, color=color, marker=marker, linestyle=line, label=variant)
-    names = [f"{_length(row.end)}\n{row.num_tokens:,}" for row in buckets]
+    names = [f"to {_length(row.end)}\n({row.num_tokens:,})" for row in buckets]
     axes.set_xticks(range(len(buckets)), names, fontsize=_SMALL)
-    _dress(axes, "positions in the document up to; below it the number of tokens", "perplexity")
+    _dress(axes, "positions in the document (number of tokens)", "perplexity")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     return figure
 
