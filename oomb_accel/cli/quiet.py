@@ -22,6 +22,9 @@ LOGGED = {
     "transformers.tokenization_utils_base": (
         "Token indices sequence length is longer than",  # documents may be; the model's own range is checked
     ),
+    "transformers.tokenization_utils_tokenizers": (
+        "Ignoring clean_up_tokenization_spaces=True for BPE tokenizer",  # as it should, for the model's own setting
+    ),
 }
 """Beginnings of messages by the logger that they come from. All others are shown."""
 WARNED = (

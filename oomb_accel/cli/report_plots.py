@@ -92,7 +92,7 @@ def _training(runs: Sequence[RunData]) -> Figure:
     left, right = figure.subplots(1, 2)
     several = len(runs) > 1
     for axes, key, title, color in (
-        (left, "loss", "loss per target", _BLUE),
+        (left, "loss", "loss (nats per target)", _BLUE),
         (right, "tokens_per_second", "tokens per second", _RED),
     ):
         for index, (run, name) in enumerate(zip(runs, names_of(runs), strict=True)):
@@ -108,6 +108,7 @@ def _training(runs: Sequence[RunData]) -> Figure:
     elif left.get_legend_handles_labels()[0]:
         left.legend(frameon=False, fontsize=9)
     right.set_ylim(0, 1.08 * max(row["tokens_per_second"] for run in runs for row in run.metrics))
+    right.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     right.yaxis.set_major_formatter(lambda value, _: tick_label(value))
     figure.tight_layout(w_pad=3)
     return figure
