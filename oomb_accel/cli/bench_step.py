@@ -157,10 +157,8 @@ def _table(result: StepResult) -> str:
     rows += [row("ceiling", result.ceiling_seconds, flops), row("step", result.step_seconds, flops)]
     memory = "" if math.isnan(result.peak_gib) else f", {result.peak_gib:.1f} GiB"
     table = "\n".join(["", "| part | seconds | us a token | TFLOP/s |", "|---|---|---|---|", *rows])
-    speed = (
-        f"{result.tokens_per_second:,.0f} tokens/s{memory}, {_liger(result.liger)}; ceiling / step {result.ratio:.3f}"
-    )
-    return f"{table}\n\n{speed}"
+    speed = f"{result.tokens_per_second:,.0f} tokens/s{memory}, {_liger(result.liger)}"
+    return f"{table}\n\n{speed}; ceiling / step {result.ratio:.3f}"
 
 
 def _compared(measured: Reference, known: Reference | None) -> str:

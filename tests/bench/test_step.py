@@ -71,7 +71,12 @@ def test_timed_steps_have_the_memory_of_the_one_before(monkeypatch: pytest.Monke
     sizes = step.StepSizes(shape="tiny", tokens=300, chunk_tokens=128, attention="dense", top_k=None, steps=2)
     did: list[object] = []
     monkeypatch.setattr(step, "_empty_cache", lambda device: did.append("cache emptied"))
-    monkeypatch.setattr(step, "training_step", lambda model, optimizer, ids, **_: did.append(ids.shape[1]) or 1.0)
+
+    def run_step(model: object, optimizer: object, ids: torch.Tensor, **_: object) -> float:
+        did.append(ids.shape[1])
+        return 1.0
+
+    monkeypatch.setattr(step, "training_step", run_step)
     step.bench_step(sizes, lambda tasks: dict.fromkeys(tasks, 1.0), torch.device("cpu"))
     assert did == [300, 300, 300, "cache emptied"]
 
@@ -91,6 +96,12 @@ def test_dense_steps_have_a_ceiling_of_their_own(tmp_path: Path) -> None:
     names = [part["name"] for part in report["result"]["parts"]]
     assert code == 0 and "attention to the past" in names and "attention to selected pages" not in names
     assert report["measured"]["top_k"] is None
+
+
+def test_base_weights_in_8_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run([*SMALL, "--base_dtype", "float8"], tmp_path)
+    assert code == 0 and report["measured"]["base_dtype"] == "float8" and report["result"]["ratio"] > 0
+    assert "base weights in float8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("ratio", "slower"), [(0.8, False), (0.761, False), (0.759, True), (2.0, False)])
