@@ -1,7 +1,7 @@
 """What a step cannot be faster than on this GPU: its matrix products and its attention, timed as plain library calls.
 
 Counted are the products with base weights and head (forwards, in the recompute, for gradients of inputs) and attention,
-in the very shapes of the step. Selected pages are counted as that many neighbouring keys in one dense call. LoRA's own
+in the very shapes of the step, with ``base_dtype="float8"`` from 8-bit floats. Selected pages are counted as that many neighbouring keys in one dense call. LoRA's own
 products, norms, activations, the choice of pages, the loss, sums, copies and the optimizer have no share in it.
 
 Legend: H query heads, G KV heads, T tokens, D head_dim.
@@ -23,7 +23,14 @@ from oomb_accel.config import OombConfig
 from oomb_accel.past import past_ranges
 from oomb_accel.plan.shape import ModelShape
 from oomb_accel.schedule import Chunk, ChunkSchedule
-from oomb_kernels import AttentionCall, dense_attention_backward, dense_attention_forward
+from oomb_kernels import (
+    AttentionCall,
+    dense_attention_backward,
+    dense_attention_forward,
+    float8_product,
+    has_float8_product,
+    quantize_rows,
+)
 
 FORWARD, RECOMPUTE, GRADIENT = "products, forward sweep", "products, recompute", "products, input gradients"
 HEAD, OWN = "head", "attention in the chunk"
@@ -40,12 +47,34 @@ class Product:
     outputs: int
     gradient: bool
     """Of the inputs, from that of the outputs; otherwise outputs from inputs."""
+    float8: bool = False
+    """Of numbers in 8 bits, which are there already: quantising them is not in it."""
 
     @property
     def flops(self) -> float:
         return 2.0 * self.rows * self.inputs * self.outputs
 
     def task(self, device: torch.device, dtype: torch.dtype) -> Task:
+        return self._float8_task(device, dtype) if self.float8 else self._plain_task(device, dtype)
+
+    def _float8_task(self, device: torch.device, dtype: torch.dtype) -> Task:
+        """Scaled products read both matrices along the sum, and the step has a copy of the weight for each way."""
+        made, summed = (self.inputs, self.outputs) if self.gradient else (self.outputs, self.inputs)
+
+        def prepare() -> Sequence[Tensor]:
+            sizes = (self.rows, summed), (made, summed)
+            pairs = [quantize_rows(torch.randn(size, device=device, dtype=dtype)) for size in sizes]
+            return [*pairs[0], *pairs[1]]
+
+        def run(tensors: Sequence[Tensor]) -> Tensor:
+            rows, row_scales, weight, weight_scales = tensors
+            out = torch.empty(self.rows, made, device=device, dtype=dtype)
+            float8_product(rows, row_scales, weight, weight_scales, None, out, fast=not self.gradient)
+            return out
+
+        return Task(run, prepare)
+
+    def _plain_task(self, device: torch.device, dtype: torch.dtype) -> Task:
         def prepare() -> tuple[Tensor, Tensor]:
             width = self.outputs if self.gradient else self.inputs
             weight = torch.randn(self.outputs, self.inputs, device=device, dtype=dtype)
@@ -136,7 +165,8 @@ def step_work(shape: ModelShape, tokens: int, config: OombConfig) -> list[Work]:
     for chunk in chunks:
         recomputes = 1 - (chunk is chunks[-1] and config.keep_last_graph)
         for inputs, outputs, count in shape.linears:
-            forward, gradient = (Product(chunk.num_tokens, inputs, outputs, back) for back in (False, True))
+            float8 = config.base_dtype == "float8" and has_float8_product(outputs, inputs)
+            forward, gradient = (Product(chunk.num_tokens, inputs, outputs, back, float8) for back in (False, True))
             found[FORWARD, forward] += count * shape.num_layers
             found[RECOMPUTE, forward] += recomputes * count * shape.num_layers
             found[GRADIENT, gradient] += count * shape.num_layers

@@ -24,7 +24,7 @@ _VERSIONS = ("torch", "triton", "transformers", "peft", "liger-kernel", "oomb-ac
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """One measurement. The fields up to ``chunk_tokens`` say of what."""
+    """One measurement. The fields up to ``liger`` say of what."""
 
     gpu: str
     """As the driver names it."""
@@ -33,6 +33,9 @@ class Reference:
     top_k: int | None
     tokens: int
     chunk_tokens: int
+    base_dtype: str
+    liger: bool
+    """Whether Liger's norm, RoPE and SwiGLU ran: without them a step is slower."""
     ratio: float
     """Ceiling over step."""
     tokens_per_second: float
@@ -43,7 +46,8 @@ class Reference:
     @property
     def setting(self) -> tuple[object, ...]:
         """What a measurement must have in common with it."""
-        return (self.gpu, self.shape, self.attention, self.top_k, self.tokens, self.chunk_tokens)
+        fields = [field.name for field in dataclasses.fields(self)]
+        return tuple(getattr(self, name) for name in fields[: fields.index("liger") + 1])
 
     def origin(self) -> str:
         """Versions and date in words."""
@@ -66,6 +70,8 @@ def reference_of(result: StepResult, gpu: str, versions: Mapping[str, str | None
         top_k=sizes.top_k,
         tokens=sizes.tokens,
         chunk_tokens=sizes.chunk_tokens,
+        base_dtype=sizes.base_dtype,
+        liger=result.liger,
         ratio=round(result.ratio, 4),
         tokens_per_second=round(result.tokens_per_second, 1),
         versions={name: versions.get(name) for name in _VERSIONS},

@@ -36,9 +36,9 @@ def device_times(device: torch.device, repeats: int) -> Measure:
     Between the tasks a buffer is overwritten: caches are cold as in training, and the host gets ahead of the device,
     so that a task of many small launches is not charged for the host.
     """
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def measure(tasks: Mapping[str, Task]) -> dict[str, float]:
+        flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)  # not before: the memory of steps is told
         times: dict[str, list[float]] = {name: [] for name in tasks}
         for turn in range(_WARM_UP_TURNS + repeats):
             for name, task in tasks.items():

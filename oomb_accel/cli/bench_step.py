@@ -56,7 +56,13 @@ def main(arguments: Sequence[str]) -> int:
     chosen = {name: defaults[name] if getattr(options, name) is None else getattr(options, name) for name in defaults}
     if options.attention == "dense":
         chosen["top_k"] = options.top_k
-    sizes = StepSizes(shape=options.shape, attention=options.attention, steps=options.steps, **chosen)
+    sizes = StepSizes(
+        shape=options.shape,
+        attention=options.attention,
+        steps=options.steps,
+        base_dtype=options.base_dtype,
+        **chosen,
+    )
     references = read_references(options.reference or SHIPPED)
     check_writable(options.json)
     check_writable(options.save, "--save")
@@ -110,6 +116,9 @@ def _parser() -> Parser:
     parser.add_argument("--chunk_tokens", type=num_tokens, help="default 8192")
     parser.add_argument("--attention", default="sparse", choices=["sparse", "dense"])
     parser.add_argument("--top_k", type=int, help="selected pages of sparse attention; default 16")
+    parser.add_argument(
+        "--base_dtype", default="model", choices=["model", "float8"], help="of products with frozen weights"
+    )
     parser.add_argument("--steps", type=int, default=3, help="timed steps, of which the median counts; default 3")
     parser.add_argument("--save", type=Path, metavar="FILE", help="add the result to a file of references of your own")
     parser.add_argument(
@@ -123,8 +132,16 @@ def _describe(sizes: StepSizes) -> str:
     pages = "" if sizes.top_k is None else f", {sizes.top_k} selected pages"
     return (
         f"{sizes.shape}, LoRA r={LORA_RANK}, {sizes.tokens:,} tokens in chunks of {sizes.chunk_tokens:,}, "
-        f"{sizes.attention} attention{pages}; median of {sizes.steps}"
+        f"{sizes.attention} attention{pages}{_base(sizes.base_dtype)}; median of {sizes.steps}"
     )
+
+
+def _base(base_dtype: str) -> str:
+    return "" if base_dtype == "model" else f", base weights in {base_dtype}"
+
+
+def _liger(used: bool) -> str:
+    return "with Liger's kernels" if used else "without Liger's kernels"
 
 
 def _table(result: StepResult) -> str:
@@ -139,14 +156,14 @@ def _table(result: StepResult) -> str:
     rows = [row(part.name, part.seconds, part.flops) for part in result.parts]
     rows += [row("ceiling", result.ceiling_seconds, flops), row("step", result.step_seconds, flops)]
     memory = "" if math.isnan(result.peak_gib) else f", {result.peak_gib:.1f} GiB"
-    liger = "" if result.liger else ", without liger-kernel"
     table = "\n".join(["", "| part | seconds | us a token | TFLOP/s |", "|---|---|---|---|", *rows])
-    speed = f"{result.tokens_per_second:,.0f} tokens/s{memory}{liger}; ceiling / step {result.ratio:.3f}"
-    return f"{table}\n\n{speed}"
+    speed = f"{result.tokens_per_second:,.0f} tokens/s{memory}, {_liger(result.liger)}"
+    return f"{table}\n\n{speed}; ceiling / step {result.ratio:.3f}"
 
 
 def _compared(measured: Reference, known: Reference | None) -> str:
     if known is None:
-        return f"no reference for {shown(measured.gpu)} with these settings: --save FILE makes one"
+        of = f"{shown(measured.gpu)} with these settings, {_liger(measured.liger)}"
+        return f"no reference for {of}: --save FILE makes one"
     share = measured.ratio / known.ratio
     return f"{share:.1%} of the reference ratio {known.ratio:.3f} ({known.origin()})"

@@ -75,6 +75,19 @@ def test_a_last_token_alone_costs_nothing() -> None:
     assert flops_by_part(1025, config)[ceiling.FORWARD] == 2.0 * 1024 * 2 * LAYER_WEIGHTS
 
 
+def test_only_base_products_are_in_8_bits() -> None:
+    plain, float8 = (
+        step_work(TINY, 1100, OombConfig(chunk_tokens=512, base_dtype=dtype))  # type: ignore[arg-type]
+        for dtype in ("model", "float8")
+    )
+    products = {ceiling.FORWARD, ceiling.RECOMPUTE, ceiling.GRADIENT}
+    assert {item.part for item in float8 if isinstance(item.call, Product) and item.call.float8} == products
+    assert [(item.part, item.call.flops, item.times) for item in float8] == [
+        (item.part, item.call.flops, item.times) for item in plain
+    ]
+    assert all(item.call.float8 for item in float8 if isinstance(item.call, Product) and item.part in products)
+
+
 def test_the_7b_costs_what_its_weights_say() -> None:
     shape = shape_of(SHAPES["qwen2.5-7b"], "qwen2.5-7b")
     work = step_work(shape, 65536, OombConfig(attention="sparse", top_k=16, keep_outputs=False))
@@ -134,12 +147,12 @@ def test_parts_add_up_what_their_calls_take() -> None:
 
 
 def test_every_call_runs_with_the_shapes_of_its_name() -> None:
-    calls = [Product(6, 8, 16, False), Product(6, 8, 16, True)]
+    calls = [Product(6, 16, 32, back, float8) for float8 in (False, True) for back in (False, True)]
     shapes = []
     for call in calls:
         task = call.task(CPU, torch.float32)
         shapes.append(tuple(task.run(task.prepare()).shape))  # type: ignore[attr-defined]
-    assert shapes == [(6, 16), (6, 8)]
+    assert shapes == [(6, 32), (6, 16)] * 2
     attention = [
         Attention(4, 2, 32, 8, keys, causal, back)
         for keys, causal in ((8, True), (24, False))

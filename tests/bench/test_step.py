@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from oomb_accel.bench import step
+from oomb_accel.bench import step, timing
 from oomb_accel.bench.models import SHAPES
 from oomb_accel.bench.reference import SHIPPED, Reference, matching, read_references, regression, save_reference
 from oomb_accel.cli import main
@@ -23,6 +23,8 @@ KNOWN = Reference(
     top_k=1,
     tokens=1100,
     chunk_tokens=256,
+    base_dtype="model",
+    liger=True,
     ratio=0.8,
     tokens_per_second=100.0,
     versions={"torch": "2.11.0", "liger-kernel": None},
@@ -41,6 +43,7 @@ def test_a_step_is_measured_saved_and_compared(tmp_path: Path, capsys: pytest.Ca
     code, report = run([*SMALL, "--save", str(saved)], tmp_path)
     out = capsys.readouterr().out
     assert code == 0 and report["reference"] is None and "no reference for 'CPU'" in out and "--save FILE" in out
+    assert out.count("without Liger's kernels") == 2
     result = report["result"]
     assert result["tokens_per_second"] == pytest.approx(1100 / result["step_seconds"])
     assert result["ceiling_seconds"] == pytest.approx(sum(part["seconds"] for part in result["parts"]))
@@ -50,7 +53,7 @@ def test_a_step_is_measured_saved_and_compared(tmp_path: Path, capsys: pytest.Ca
         assert f"| {part} | " in out
 
     (entry,) = read_references(saved)
-    assert entry.gpu == "CPU" and entry.versions["torch"] == torch.__version__
+    assert entry.gpu == "CPU" and not entry.liger and entry.versions["torch"] == torch.__version__
     assert entry.ratio == pytest.approx(result["ratio"], abs=1e-4)
 
     save_reference(saved, dataclasses.replace(entry, ratio=100 * entry.ratio))  # as if it had been faster once
@@ -63,12 +66,42 @@ def test_a_step_is_measured_saved_and_compared(tmp_path: Path, capsys: pytest.Ca
     assert len(error) == 3 and torch.__version__ in error[1]
 
 
+def test_timed_steps_have_the_memory_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the same length warms up, and nothing is given back behind it: two timed steps are enough."""
+    sizes = step.StepSizes(shape="tiny", tokens=300, chunk_tokens=128, attention="dense", top_k=None, steps=2)
+    did: list[object] = []
+    monkeypatch.setattr(step, "_empty_cache", lambda device: did.append("cache emptied"))
+
+    def run_step(model: object, optimizer: object, ids: torch.Tensor, **_: object) -> float:
+        did.append(ids.shape[1])
+        return 1.0
+
+    monkeypatch.setattr(step, "training_step", run_step)
+    step.bench_step(sizes, lambda tasks: dict.fromkeys(tasks, 1.0), torch.device("cpu"))
+    assert did == [300, 300, 300, "cache emptied"]
+
+
+def test_a_measure_takes_its_memory_when_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it is in the peak of the steps before."""
+    taken: list[object] = []
+    monkeypatch.setattr(timing.torch, "empty", lambda *size, **_: taken.append(size))
+    measure = timing.device_times(torch.device("cpu"), 1)
+    assert not taken
+    assert measure({}) == {} and taken
+
+
 def test_dense_steps_have_a_ceiling_of_their_own(tmp_path: Path) -> None:
     options = ["--shape", "tiny", "--tokens", "300", "--chunk_tokens", "128", "--steps", "1", "--attention", "dense"]
     code, report = run(options, tmp_path)
     names = [part["name"] for part in report["result"]["parts"]]
     assert code == 0 and "attention to the past" in names and "attention to selected pages" not in names
     assert report["measured"]["top_k"] is None
+
+
+def test_base_weights_in_8_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run([*SMALL, "--base_dtype", "float8"], tmp_path)
+    assert code == 0 and report["measured"]["base_dtype"] == "float8" and report["result"]["ratio"] > 0
+    assert "base weights in float8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("ratio", "slower"), [(0.8, False), (0.761, False), (0.759, True), (2.0, False)])
@@ -85,13 +118,13 @@ def test_a_reference_is_of_the_same_gpu_and_settings(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     changes: list[dict[str, Any]] = [
         {"gpu": "Other GPU"}, {"shape": "qwen2.5-7b"}, {"attention": "dense"}, {"top_k": 2}, {"tokens": 9},
-        {"chunk_tokens": 9},
+        {"chunk_tokens": 9}, {"base_dtype": "float8"}, {"liger": False},
     ]  # fmt: skip
     others = [dataclasses.replace(KNOWN, **change) for change in changes]
     for entry in [*others, KNOWN, dataclasses.replace(KNOWN, ratio=0.9)]:
         save_reference(path, entry)
     found = read_references(path)
-    assert len(found) == 7, "a second measurement takes the place of the first"
+    assert len(found) == 9, "a second measurement takes the place of the first"
     assert matching(found, KNOWN) == dataclasses.replace(KNOWN, ratio=0.9)
     assert matching(others, KNOWN) is None
     assert matching([KNOWN, dataclasses.replace(KNOWN, ratio=0.7)], KNOWN) == dataclasses.replace(KNOWN, ratio=0.7)
