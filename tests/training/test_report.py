@@ -126,7 +126,13 @@ def test_the_page_stands_alone(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert page.count("<svg") == page.count("</svg>") == 2 and "<metadata>" not in page
     assert "prefers-color-scheme: dark" in page and "fill: var(--backward)" in page
     assert "#000000" not in page[page.index("</style>") :]
-    for words in ("loss (nats per target)", "peak memory, GiB", "oomb.top_k: 8", "run_name: &lt;b&gt;", "<th>to GPU GiB</th>"):
+    for words in (
+        "loss (nats per target)",
+        "peak memory, GiB",
+        "oomb.top_k: 8",
+        "run_name: &lt;b&gt;",
+        "<th>to GPU GiB</th>",
+    ):
         assert words in page
     html.parser.HTMLParser().feed(page)
 
