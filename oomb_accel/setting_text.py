@@ -6,6 +6,7 @@ import contextlib
 import re
 import types
 import typing
+from fractions import Fraction
 from typing import Any, Literal
 
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -13,6 +14,8 @@ _NOTHING = ("none", "null")
 TOKEN_SETTINGS = frozenset(("chunk_tokens", "page_tokens", "span_tokens", "max_length", "eval_last_tokens"))
 """Settings, of recipes and of `OombConfig`, that are a number of tokens."""
 _UNITS = {"K": 1 << 10, "M": 1 << 20}
+_WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*)"
+_LONGEST = 30
 _DIGITS = 1000
 """Python refuses to read numbers of some thousand digits."""
 
@@ -38,10 +41,18 @@ def value_of_text(text: str, hint: Any) -> Any:
 
 def with_unit(value: Any) -> Any:
     """``128K``, ``1.5m`` or ``1,024K`` as the whole number of tokens that it stands for: K is 1,024, M is 1,048,576.
-    Anything else as it is."""
-    text = value.strip().upper().replace(",", "").replace("_", "") if isinstance(value, str) else ""
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)([KM])", text, re.ASCII)
-    return round(float(match[1]) * _UNITS[match[2]]) if match else value
+    Anything else as it is: also ``1,2K``, whose comma parts no thousands, and ``0.3K``, which is 307.2 tokens."""
+    text = value.strip().upper() if isinstance(value, str) else ""
+    match = re.fullmatch(rf"({_WHOLE}(?:\.\d+)?)([KM])", text, re.ASCII)
+    if match is None or len(match[1]) > _LONGEST:
+        return value
+    tokens = Fraction(match[1].replace(",", "").replace("_", "")) * _UNITS[match[2]]
+    return int(tokens) if tokens.denominator == 1 else value
+
+
+def without_commas(text: str) -> str:
+    """``131,072`` as ``131072``; the text itself where commas part no thousands."""
+    return text.replace(",", "") if re.fullmatch(_WHOLE, text.strip(), re.ASCII) else text
 
 
 def whole_numbers(text: str) -> tuple[int, ...] | str:

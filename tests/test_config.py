@@ -26,6 +26,15 @@ def test_numbers_of_tokens_with_a_unit() -> None:
         OombConfig.from_dict({"attention": "sparse", "top_k": "1K"})
 
 
+@pytest.mark.parametrize("text", ["0.3K", "8,1,2K", "8,K", ",8K", "8__1K", "8.K", "0.1M", "1" * 40 + "K"])
+def test_what_is_no_whole_number_of_tokens(text: str) -> None:
+    """307.2 tokens, and commas that part no thousands."""
+    with pytest.raises(ValueError) as error:
+        OombConfig.from_dict({"chunk_tokens": text})
+    what, got, remedy = str(error.value).splitlines()
+    assert "chunk_tokens" in what and text in got and "or 8K" in remedy
+
+
 def test_every_field_has_a_docstring() -> None:
     """The field docstrings are the manual, so none may be missing."""
     tree = ast.parse(inspect.getsource(OombConfig))

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners.lora import layer as lora_layer
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import oomb_accel
 from oomb_accel import OombConfig
+from oomb_accel.deepspeed import save_adapter
 from oomb_accel.integrations import float8_base, float8_checks, fused_lora
 from oomb_accel.integrations.attachment import attachment_of
+from oomb_accel.integrations.saving import WEIGHTS
 from oomb_kernels import quantize_rows
 from tests.harness.batches import Layout, documents_of, packed, padded
 from tests.harness.float8 import with_float8_linears
@@ -28,7 +36,7 @@ from tests.harness.parity import (
     switched_on,
 )
 from tests.harness.sparse import sparse
-from tests.harness.tolerance import assert_same_bits, assert_same_gradients, worst_relative_error
+from tests.harness.tolerance import assert_same_bits, assert_same_gradients, assert_same_total, worst_relative_error
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -154,6 +162,23 @@ def test_nothing_stays_behind_and_other_calls_are_plain() -> None:
     assert_same_bits(model(ids).logits, before)
 
 
+def test_what_is_saved_and_merged_while_it_is_on_is_plain(tmp_path: Path) -> None:
+    """Nothing of the copies comes into a file, and a merge is of the weights themselves."""
+    model, layout = lora(), padded(documents_of(40))
+    plain, state = twin(model), {name: values.clone() for name, values in model.state_dict().items()}
+    with switched_on(model, float8()):
+        model(**layout.batch).loss.backward()
+        assert_same_bits(model.state_dict(), state)
+        save_adapter(model, tmp_path / "ours")
+        plain.save_pretrained(str(tmp_path / "plain"))
+        assert_same_bits(*(load_file(tmp_path / name / WEIGHTS) for name in ("ours", "plain")))
+        model.merge_adapter()
+        merged = {name: values.clone() for name, values in model.state_dict().items()}
+        model.unmerge_adapter()
+    plain.merge_adapter()
+    assert_same_bits(merged, plain.state_dict())
+
+
 def test_an_input_is_quantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For query, key and value, and for gate and up; and each output gradient."""
     model, layout = lora(), padded(documents_of(30))
@@ -264,6 +289,7 @@ def test_gpus_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         float8_checks.check_device(torch.device("cuda"), torch.bfloat16)
     assert len(str(error.value).splitlines()) == 3 and str(error.value).endswith("Set base_dtype='model'.")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(float8_checks, "float8_product_fault", lambda device: None)
     with pytest.raises(ValueError, match=r"bfloat16.\n.*computes in float32.\n.*mixed_precision='bf16'"):
         float8_checks.check_device(torch.device("cuda"), torch.float32)
     for dtype in (torch.bfloat16, torch.float64):
@@ -271,8 +297,126 @@ def test_gpus_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     float8_checks.check_device(torch.device("cpu"), torch.float32)
 
 
+def test_products_that_fail_on_a_new_enough_gpu_are_refused_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some builds of torch have no product with a scale for every row (pytorch/ao#2904)."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX")
+    monkeypatch.setattr(float8_checks, "float8_product_fault", lambda device: "RuntimeError: no such kernel")
+    with pytest.raises(ValueError) as error:
+        float8_checks.check_device(torch.device("cuda"), torch.bfloat16)
+    what, got, remedy = str(error.value).splitlines()
+    assert "a scale for every row" in what and "base_dtype='float8'" in what and "base_dtype='model'" in remedy
+    assert "NVIDIA RTX" in got and torch.__version__ in got and got.endswith("RuntimeError: no such kernel.")
+    float8_checks.check_device(torch.device("cuda"), torch.float64)  # by the definition
+
+
 def test_the_setting_is_checked() -> None:
     with pytest.raises(ValueError, match=r"base_dtype has a value .*\n.*'int8'.*\n.*'model' or 'float8'"):
         OombConfig(base_dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Did you mean 'base_dtype'"):
         OombConfig(base_dtyp="float8")  # type: ignore[call-arg]
+
+
+def _trained_on(model: Any, layout: Layout, change: Callable[[Any], object]) -> dict[str, Tensor]:
+    """Gradients of the step after a change, between two steps with the same copies."""
+    with switched_on(model, float8()):
+        model(**layout.batch).loss.backward()
+        change(model)
+        model.zero_grad()
+        model(**layout.batch).loss.backward()
+        return parameter_gradients(model)
+
+
+def _relora(model: Any) -> None:
+    """Merge, and begin anew with B zero."""
+    model.merge_adapter()
+    for module in model.modules():
+        if isinstance(module, lora_layer.Linear):
+            module.merged_adapters.clear()
+            module.lora_B["default"].weight.data.mul_(-0.5)  # not zero, or A would get no gradient
+
+
+def _swapped(model: Any) -> None:
+    """The sum of its bits stays."""
+    weight = model.base_model.model.model.layers[0].mlp.down_proj.base_layer.weight
+    weight.data[[0, 1]] = weight.data[[1, 0]]
+
+
+def _in_place(model: Any) -> None:
+    model.base_model.model.model.layers[2].self_attn.v_proj.base_layer.weight.data[3, 5] *= 1.25
+
+
+def _base_replaced(model: Any) -> None:
+    layer = model.base_model.model.model.layers[1].self_attn.o_proj
+    layer.base_layer = deepcopy(layer.base_layer)
+    layer.base_layer.weight.data.mul_(1.25)
+
+
+@pytest.mark.parametrize("change", [_relora, _swapped, _in_place, _base_replaced])
+def test_copies_follow_changes_that_autograd_does_not_see(change: Callable[[Any], object]) -> None:
+    """PEFT merges by ``weight.data += delta``: neither the version nor the address of the weight tells."""
+    model, layout = lora().double(), padded(documents_of(40))
+    ours = _trained_on(model, layout, change)
+    assert_same_gradients(ours, chunked(model, layout, float8()).gradients)
+
+
+def test_copies_are_made_of_what_changed_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+    of = float8_base.Float8Weight.of
+
+    def counted(weight_OI: Tensor, last_input: float8_base.LastInput) -> float8_base.Float8Weight:
+        made.append(weight_OI)
+        return of(weight_OI, last_input)
+
+    def change(model: Any) -> None:
+        made.clear()
+        _in_place(model)
+
+    monkeypatch.setattr(float8_base.Float8Weight, "of", counted)
+    _trained_on(lora(), padded(documents_of(30)), change)
+    assert len(made) == 1
+
+
+def test_a_merged_model_trains_as_the_definition_says() -> None:
+    """Merged adapters: PEFT runs the base layer alone."""
+    model, layout = lora().double(), padded(documents_of(40))
+    for parameter in model.base_model.model.model.embed_tokens.parameters():
+        parameter.requires_grad_()
+    merged = twin(model)
+    merged.merge_adapter()
+    with switched_on(model, float8()):
+        model(**layout.batch).loss.backward()
+        model.merge_adapter()
+        loss = model(**layout.batch).loss.detach()
+    assert_same_total(loss, chunked(with_float8_linears(merged), layout, config()).loss)
+
+
+@pytest.mark.parametrize("base_dtype", ["model", "float8"])
+def test_a_merge_between_the_sweeps_is_refused(base_dtype: str) -> None:
+    model: Any = lora()
+    with switched_on(model, config(base_dtype=base_dtype)):
+        loss = model(**padded(documents_of(40)).batch).loss
+        model.merge_adapter()
+        with pytest.raises(RuntimeError, match="between forward and backward: which adapters are merged"):
+            loss.backward()
+
+
+def test_originals_that_never_run_have_no_copies() -> None:
+    """PEFT's ``modules_to_save`` keeps them beside the trained copies, and those of other adapters too."""
+    model: Any = lora(target_modules=["q_proj"], modules_to_save=["down_proj", "mlp"])
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"], modules_to_save=["down_proj", "mlp"]))
+    oomb_accel.enable(model, float8())
+    assert "base       12 of 21 linear layers in float8" in oomb_accel.banner(model)
+    model(**padded(documents_of(40)).batch).loss.backward()
+    copies = attachment_of(model).float8_base
+    assert copies is not None and copies.num_layers == 12
+
+
+def test_autocast_leaves_fp64_alone() -> None:
+    """Also in layers that are not fused."""
+    layer, x = nn.Linear(16, 32).double().requires_grad_(False), torch.randn(3, 16).double()
+    forward = float8_base.Float8Forward(layer, float8_base.Float8Weight.of(layer.weight, float8_base.LastInput()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(forward(x), forward(x.clone()))
+        assert forward(x).dtype == layer(x).dtype == torch.float64
+        assert forward(x.float()).dtype == torch.bfloat16

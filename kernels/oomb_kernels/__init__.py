@@ -6,6 +6,7 @@ gradients.
 """
 
 from oomb_kernels.attention_call import AttentionCall
+from oomb_kernels.checksum import checksums
 from oomb_kernels.dense_attention import (
     available_backends,
     choose_backend,
@@ -23,7 +24,7 @@ from oomb_kernels.page_lists import PageLists
 from oomb_kernels.page_select import page_centroids, page_mass, pool_queries, top_pages
 from oomb_kernels.page_store import add_pages_, load_pages, store_pages
 from oomb_kernels.record_copy import CopyMethod, available_copy_methods, best_copy_method, copy_records
-from oomb_kernels.row_float8 import float8_product, has_float8_product, quantize_rows
+from oomb_kernels.row_float8 import float8_product, float8_product_fault, has_float8_product, quantize_rows
 from oomb_kernels.slot_update import clear_records, set_slots
 from oomb_kernels.token_loss import token_log_probs, token_log_probs_backward_
 
@@ -40,6 +41,7 @@ __all__ = [
     "best_copy_method",
     "check_float8",
     "check_page_kernels",
+    "checksums",
     "choose_backend",
     "clear_records",
     "copy_records",
@@ -47,6 +49,7 @@ __all__ = [
     "dense_attention_forward",
     "deterministic_algorithms",
     "float8_product",
+    "float8_product_fault",
     "has_float8_product",
     "load_pages",
     "merge_attention_",

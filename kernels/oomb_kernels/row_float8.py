@@ -6,6 +6,8 @@ NaN, so that its products are NaN too. Multiplying by a power of two is exact, s
 any dtype that a product is made in.
 """
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -115,3 +117,25 @@ def float8_product(
 def has_float8_product(num_rows: int, size: int) -> bool:
     """Whether products with a second matrix of this shape can be made in 8 bits."""
     return num_rows % _MULTIPLE == 0 and size % _MULTIPLE == 0
+
+
+@cache
+def float8_product_fault(device: torch.device) -> str | None:
+    """What is wrong with `float8_product` on a device, found once by a product of 32 x 32 in each way of summing; None
+    where nothing is. A GPU with 8-bit floats is not enough: some builds of torch have no product with a scale for every
+    row there (pytorch/ao#2904)."""
+    size = 2 * _MULTIPLE
+    index = torch.arange(size, device=device)
+    a_MK = (index[:, None] * index % 5 - 2).to(torch.bfloat16)  # small whole numbers: all sums are exact
+    rows, bias_N = quantize_rows(a_MK), index.to(torch.bfloat16)
+    wanted_MN = a_MK.float() @ a_MK.float().t() + bias_N.float()
+    for fast in (True, False):
+        made_MN = torch.empty(size, size, dtype=torch.bfloat16, device=device)
+        try:
+            float8_product(*rows, *rows, bias_N, made_MN, fast=fast)
+            right = torch.equal(made_MN.float(), wanted_MN)
+        except (RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if not right:
+            return "wrong numbers"
+    return None

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from oomb_accel.config import unknown_message
 from oomb_accel.reading import shown
-from oomb_accel.setting_text import value_of_text, with_unit
+from oomb_accel.setting_text import value_of_text, with_unit, without_commas
 
 WITHOUT_RECIPE = {
     **{"data_split": "", "data_include": "", "folder_as": "", "data_cache": "OOMB_CACHE"},
@@ -97,7 +97,7 @@ def tokens_of(text: str) -> int | None:
     """``131072``, ``131,072``, ``128K`` or ``1.5M`` as a number of tokens; K is 1,024, M is 1,048,576. None for
     anything else."""
     found = with_unit(text)
-    found = value_of_text(text.replace(",", ""), int) if found is text else found
+    found = value_of_text(without_commas(text), int) if found is text else found
     return found if isinstance(found, int) else None
 
 

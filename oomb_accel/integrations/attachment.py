@@ -18,7 +18,7 @@ from oomb_accel.config import OombConfig
 from oomb_accel.gradients import Deliveries
 from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.agreement import ranks_on_host
-from oomb_accel.integrations.float8_base import Float8Base
+from oomb_accel.integrations.float8_base import Float8Base, Place
 from oomb_accel.integrations.fused_lora import lora_siblings
 from oomb_accel.integrations.rope import DocumentRope
 from oomb_accel.integrations.support import (
@@ -26,6 +26,7 @@ from oomb_accel.integrations.support import (
     checkpointed_modules,
     decoder_layers,
     linear_layers,
+    linear_places,
     sparse_layers,
 )
 from oomb_accel.keep import ActivationMeter
@@ -126,7 +127,8 @@ class Attachment:
         self.lora_siblings = lora_siblings(self.modules)
         self.float8_base = None
         if self.config.base_dtype == "float8":
-            self.float8_base = Float8Base(m for layer in decoder_layers(self.base) for m in linear_layers(layer))
+            owned = (linear_places(layer) for layer in decoder_layers(self.base))
+            self.float8_base = Float8Base(Place(*owner_and_name) for places in owned for owner_and_name in places)
 
     def settings(
         self,
@@ -170,6 +172,8 @@ class Attachment:
             "oomb_accel was switched off": self.active,
             "train() or eval()": [module.training for module in self.modules],
             "the active adapter": [(m.active_adapters, m.disable_adapters) for m in self.adapter_layers],
+            # A merge changes weights by their data, of which parameters do not tell.
+            "which adapters are merged": [tuple(getattr(m, "merged_adapters", ())) for m in self.adapter_layers],
             "the scaling of an adapter": [dict(getattr(m, "scaling", {})) for m in self.adapter_layers],
             "the values of its parameters": [_identity(p) for p in self.model.parameters()],
         }

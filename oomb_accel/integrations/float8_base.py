@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oomb_kernels import float8_product, has_float8_product, quantize_rows
+from oomb_kernels import checksums, float8_product, has_float8_product, quantize_rows
 
 Rows = tuple[Tensor, Tensor]
 """e4m3 ``[T, I]`` and scales ``[T, 1]``."""
@@ -114,8 +114,7 @@ class Float8Forward:
         self.weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        dtype = autocast_dtype(x) or x.dtype
         bias_O = None if self._layer.bias is None else self._layer.bias.to(dtype)
         out: Tensor = _Float8Linear.apply(x.to(dtype), bias_O, self.weight)
         return out
@@ -139,6 +138,12 @@ class _Float8Linear(torch.autograd.Function):
         return ctx.weight.input_gradient(dy_TO).view(ctx.shape), None, None
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast brings an input of a linear layer to; None where it is off, or leaves the input as it is: fp64."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else None
+
+
 def float8_of(layer: nn.Module) -> Float8Weight | None:
     """The weight in 8 bits with which a layer runs now."""
     forward = vars(layer).get("forward")
@@ -155,25 +160,48 @@ def can_run_in_float8(layer: nn.Linear) -> bool:
     return has_float8_product(layer.out_features, layer.in_features)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a linear layer stands, which may be replaced."""
+
+    owner: nn.Module
+    name: str
+
+    @property
+    def layer(self) -> nn.Module | None:
+        """The one that stands there now."""
+        return self.owner._modules.get(self.name)
+
+
 class Float8Base:
     """The copies in 8 bits of a model's frozen weights; none before they are wanted.
 
     Args:
-        layers: all linear layers of the decoder.
+        places: of all linear layers of the decoder.
     """
 
-    def __init__(self, layers: Iterable[nn.Linear]) -> None:
-        self.layers = tuple(layers)
+    def __init__(self, places: Iterable[Place]) -> None:
+        self._places = tuple(places)
         self._last_input = LastInput()
         self._copies: dict[nn.Linear, tuple[tuple[object, ...], Float8Weight]] = {}
 
+    @property
+    def layers(self) -> list[nn.Linear]:
+        """All linear layers of the decoder, as it is now."""
+        found = (place.layer for place in self._places)
+        return list(dict.fromkeys(layer for layer in found if isinstance(layer, nn.Linear)))  # one may stand twice
+
     def update(self) -> None:
-        """Make copies of weights that have none, and again of those that have changed since."""
+        """Make copies of weights that have none, and again of those that have changed since.
+
+        Reads every weight once: PEFT merges by ``weight.data += delta``, which autograd does not count. For the 6.5
+        billion numbers of a 7B that is 13 GB, about 4 ms of an H200, and one wait of the host.
+        """
         wanted = self.able_layers()
         for layer in self._copies.keys() - set(wanted):
             del self._copies[layer]
-        for layer in wanted:
-            now = _identity(layer.weight)
+        for layer, checksum in zip(wanted, checksums([layer.weight for layer in wanted]), strict=True):
+            now = checksum, layer.weight.shape, layer.weight.dtype, layer.weight.device
             if layer in self._copies and self._copies[layer][0] == now:
                 continue
             self._copies.pop(layer, None)  # before the next one is made
@@ -222,7 +250,3 @@ class Float8Base:
     def widths(self) -> set[int]:
         """Of inputs and outputs of all linear layers."""
         return {width for layer in self.layers for width in (layer.in_features, layer.out_features)}
-
-
-def _identity(weight: Tensor) -> tuple[object, ...]:
-    return weight.data_ptr(), weight._version, weight.device, weight.dtype

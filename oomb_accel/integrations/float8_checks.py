@@ -10,7 +10,7 @@ from oomb_accel.integrations.agreement import is_partitioned
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.support import compute_dtype
 from oomb_accel.setting_text import dtype_name
-from oomb_kernels import check_float8
+from oomb_kernels import check_float8, float8_product_fault
 
 
 def prepare_float8_base(state: Attachment) -> None:
@@ -72,4 +72,12 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
             f"  Got base_dtype='float8' with a model that computes in {dtype_name(dtype)}.\n"
             "  Set mixed_precision='bf16' or torch_dtype='bfloat16' (oomb verify: --dtype bfloat16), or "
             "base_dtype='model'."
+        )
+    fault = float8_product_fault(device) if device.type == "cuda" and dtype == torch.bfloat16 else None
+    if fault is not None:
+        raise ValueError(
+            "This GPU or build of torch has no product of 8-bit matrices with a scale for every row, which "
+            "base_dtype='float8' asks for.\n"
+            f"  {torch.cuda.get_device_name(device)} with torch {torch.__version__}: {fault}.\n"
+            "  Set base_dtype='model', or install torch for a newer CUDA."
         )

@@ -29,7 +29,13 @@ import torch
 from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
-from oomb_accel.integrations.float8_base import Float8Weight, base_input_gradient, base_product, float8_of
+from oomb_accel.integrations.float8_base import (
+    Float8Weight,
+    autocast_dtype,
+    base_input_gradient,
+    base_product,
+    float8_of,
+)
 
 _PEFT_FORWARD = lora.Linear.forward
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -134,9 +140,8 @@ class _Calls:
     def forward(self, layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs:
             return lora.Linear.forward(layer, x, *args, **kwargs)
-        kind = x.device.type
-        autocast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # which autocast leaves as it is
-        dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+        cast_to = autocast_dtype(x)
+        autocast, dtype = cast_to is not None, cast_to or x.dtype
         # Tensors of inference mode do not tell of changes in place: there each call stands alone.
         state = None if x.is_inference() else (x._version, dtype, autocast, torch.is_grad_enabled())
         shared = self._shared

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -120,7 +121,7 @@ def sparse_layers(facts: ModelFacts, config: OombConfig) -> frozenset[int]:
 
 def compute_dtype(base: PreTrainedModel, device: torch.device) -> torch.dtype:
     """What attention computes in: autocast's type where it is on now, else that of the weights."""
-    if torch.is_autocast_enabled(device.type):
+    if torch.is_autocast_enabled(device.type) and base.dtype != torch.float64:  # which autocast leaves as it is
         return torch.get_autocast_dtype(device.type)
     return base.dtype
 
@@ -230,12 +231,32 @@ def decoder_layers(base: PreTrainedModel) -> list[nn.Module]:
     return [layer for stack in stacks for layer in stack]
 
 
+def linear_places(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Every linear layer inside, as the module that owns it and its name there, without those that adapters bring and
+    those that PEFT keeps beside the copies that run in their stead (``modules_to_save``)."""
+    aside: set[nn.Module] = set()
+    for part in module.modules():
+        if isinstance(part, BaseTunerLayer):
+            brought = (getattr(part, name, None) for name in part.adapter_layer_names)
+            aside.update(inner for one in brought if isinstance(one, nn.Module) for inner in one.modules())
+        elif isinstance(part, ModulesToSaveWrapper):
+            copies = dict(part.modules_to_save.items())
+            idle = [copy for name, copy in copies.items() if name not in part.active_adapters]
+            if len(idle) < len(copies):
+                idle.append(part.original_module)
+            aside.update(inner for one in idle for inner in one.modules())
+    return [
+        (owner, name)
+        for owner in module.modules()
+        if owner not in aside
+        for name, child in owner.named_children()
+        if isinstance(child, nn.Linear) and child not in aside
+    ]
+
+
 def linear_layers(module: nn.Module) -> list[nn.Linear]:
-    """All linear layers inside, without those that adapters bring."""
-    adapted = (layer for layer in module.modules() if isinstance(layer, BaseTunerLayer))
-    parts = (getattr(layer, name, None) for layer in adapted for name in layer.adapter_layer_names)
-    adapters = {inner for part in parts if isinstance(part, nn.Module) for inner in part.modules()}
-    return [m for m in module.modules() if isinstance(m, nn.Linear) and m not in adapters]
+    """The layers of `linear_places`."""
+    return [layer for owner, name in linear_places(module) if isinstance(layer := owner._modules[name], nn.Linear)]
 
 
 def whole_numel(parameter: Any) -> int:

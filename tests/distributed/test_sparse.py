@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from tests.distributed.training import (
     sgd,
     steps_of,
     train,
+    train_alone_in_chunks,
     whole_weights,
 )
 from tests.harness.batches import documents_of
-from tests.harness.parity import switched_on
 from tests.harness.sparse import recorded_selections
 from tests.harness.tolerance import assert_same_gradients
 
@@ -38,23 +39,11 @@ def job(engine: str, **more: Any) -> Job:
     return Job(steps=steps_of(*LENGTHS), stage=stage, lora={}, settings=SPARSE, **more)
 
 
-def train_alone_in_chunks(wanted: Job) -> Outcome:
-    """One process that runs the batches of all ranks one after another."""
-    model = wanted.build()
-    optimizer = sgd(model, wanted)
-    losses = []
-    with switched_on(model, wanted.config()), recorded_selections() as calls:
-        for step in wanted.steps:
-            batches = [batch_of(documents).batch for micro in step for documents in micro]
-            total = sum(oomb_accel.count_targets(batch) for batch in batches)
-            parts = [model(**batch, num_targets=total).loss for batch in batches]
-            for part in parts:
-                part.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(torch.stack(parts).sum().detach())
+def alone(wanted: Job) -> Outcome:
+    with recorded_selections() as calls:
+        outcome = train_alone_in_chunks(replace(wanted, evaluation=()))
     assert {call.layer for call in calls} == {0, 2}
-    return Outcome(losses, whole_weights(model))
+    return outcome
 
 
 @pytest.mark.parametrize("engine", ["DDP", "ZeRO 2", "ZeRO 3"])
@@ -63,7 +52,7 @@ def test_sparse_attention_equals_one_process(engine: str, tmp_path: Path) -> Non
     evaluation = () if engine == "DDP" else (tuple(documents_of(90, seed=5)), tuple(documents_of(20, seed=6)))
     wanted = job(engine, evaluation=evaluation)
     outcomes = run_ranks(train, wanted, folder=tmp_path)
-    check_outcomes(outcomes, train_alone_in_chunks(wanted), wanted)
+    check_outcomes(outcomes, alone(wanted), wanted)
     assert max(outcomes[0].num_chunks) > 5
 
 
@@ -82,6 +71,6 @@ def _chunked_step(rank: int) -> dict[str, torch.Tensor]:
 def test_sparse_attention_reduced_chunk_by_chunk_equals_one_process(tmp_path: Path) -> None:
     first, second = run_ranks(_chunked_step, folder=tmp_path)
     wanted = job("ZeRO 2")
-    alone = train_alone_in_chunks(Job(steps=wanted.steps[:1], stage=2, lora={}, settings=SPARSE))
-    assert_same_gradients(first, alone.weights)
-    assert_same_gradients(second, alone.weights)
+    one_process = alone(Job(steps=wanted.steps[:1], stage=2, lora={}, settings=SPARSE))
+    assert_same_gradients(first, one_process.weights)
+    assert_same_gradients(second, one_process.weights)

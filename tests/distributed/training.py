@@ -20,7 +20,7 @@ from oomb_accel import OombConfig
 from oomb_accel.progress import ChunkEvent
 from tests.harness.batches import IGNORED, Document, Layout, documents_of, padded
 from tests.harness.models import tiny_model, with_lora
-from tests.harness.parity import config, reference, split
+from tests.harness.parity import config, reference, split, switched_on
 from tests.harness.tolerance import (
     assert_same_bits,
     assert_same_gradients,
@@ -198,6 +198,33 @@ def train_alone(job: Job) -> Outcome:
             nn.utils.clip_grad_norm_(model.parameters(), job.clip)
         optimizer.step()
     return Outcome(losses, whole_weights(model))
+
+
+def train_alone_in_chunks(job: Job) -> Outcome:
+    """The reference where chunks are part of the definition: one process that runs the batches of all ranks one after
+    another, with the job's settings. Evaluation is of the documents of all ranks."""
+    model = job.build()
+    optimizer = sgd(model, job)
+    losses: list[Tensor] = []
+    log_probs: list[tuple[Tensor, ...]] = []
+
+    def evaluate() -> None:
+        if job.evaluation:
+            log_probs.append(tuple(values for documents in job.evaluation for values in _evaluate(model, documents)))
+
+    with switched_on(model, job.config()):
+        evaluate()
+        for step in job.steps:
+            batches = [batch_of(documents).batch for micro in step for documents in micro]
+            total = sum(oomb_accel.count_targets(batch) for batch in batches)
+            parts = [model(**batch, num_targets=total).loss for batch in batches]
+            for part in parts:
+                part.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(torch.stack(parts).sum().detach())
+        evaluate()
+    return Outcome(losses, whole_weights(model), log_probs=log_probs)
 
 
 def check_outcomes(outcomes: Sequence[Outcome], alone: Outcome, job: Job) -> float:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oomb_kernels import FLOAT8, float8_product, has_float8_product, quantize_rows
+from oomb_kernels import FLOAT8, float8_product, float8_product_fault, has_float8_product, quantize_rows, row_float8
 from oomb_kernels.row_float8 import launch_quantize_rows, quantize_rows_reference
 from tests.kernels.reference import INTERPRETED, ON_GPU, TRITON_PLACES
 from tests.kernels.test_page_float8 import EDGES, NUMBERS
@@ -132,3 +132,32 @@ def test_the_scaled_product(num_rows: int, outputs: int, inputs: int, with_bias:
 
 def test_which_products_there_are() -> None:
     assert has_float8_product(16, 64) and not has_float8_product(24, 64) and not has_float8_product(16, 40)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_products_that_work_have_no_fault(device: str) -> None:
+    row_float8.float8_product_fault.cache_clear()
+    assert float8_product_fault(torch.device(device)) is None
+
+
+@pytest.mark.parametrize("bad", ["fast", "exact", "wrong"])
+def test_a_fault_is_found_and_remembered(monkeypatch: pytest.MonkeyPatch, bad: str) -> None:
+    """One that only one way of summing has, and numbers that are wrong."""
+    calls = 0
+
+    def product(*args: Tensor, fast: bool) -> None:
+        nonlocal calls
+        calls += 1
+        if bad == ("fast" if fast else "exact"):
+            raise NotImplementedError("scales by row\nmore text")
+        float8_product(*args, fast=fast)
+        if bad == "wrong":
+            args[-1][3, 4] += 1
+
+    row_float8.float8_product_fault.cache_clear()
+    monkeypatch.setattr(row_float8, "float8_product", product)
+    cpu = torch.device("cpu")
+    wanted = "wrong numbers" if bad == "wrong" else "NotImplementedError: scales by row"
+    before = float8_product_fault(cpu), calls
+    assert before[0] == wanted == float8_product_fault(cpu) and calls == before[1]
+    row_float8.float8_product_fault.cache_clear()

@@ -156,7 +156,7 @@ def test_lengths(text: str, tokens: int) -> None:
     assert token_count(text) == tokens
 
 
-@pytest.mark.parametrize("text", ["", "ten", "1", "-5", "1G", "1e6"])
+@pytest.mark.parametrize("text", ["", "ten", "1", "-5", "1G", "1e6", "1,2,3K", "1,2,3", "1__0K", "0.3K", "1.K"])
 def test_what_is_no_length(text: str) -> None:
     with pytest.raises(ValueError, match="is no number of tokens"):
         token_count(text)

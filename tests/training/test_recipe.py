@@ -89,6 +89,11 @@ def test_numbers_of_tokens_with_a_unit(settings: dict[str, Any], write_recipe: W
         Recipe.from_yaml(path, ["--max_length", "300G"])
     with pytest.raises(ValueError, match="lora_r"):
         Recipe.from_yaml(path, ["--lora_r", "8K"])  # no tokens
+    for text in ("0.3K", "1,2,3K"):
+        with pytest.raises(ValueError, match=rf"max_length[^$]*{text}[^$]*128K"):
+            Recipe.from_yaml(path, ["--max_length", text])
+    with pytest.raises(ValueError, match=r"max_length[^$]*0.3K[^$]*128K"):
+        Recipe.from_yaml(write_recipe(settings | {"max_length": "0.3K"}))
 
 
 def test_all_unknown_settings_at_once(settings: dict[str, Any], write_recipe: Write) -> None:
