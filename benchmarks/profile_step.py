@@ -3,7 +3,8 @@
 python -m benchmarks.run profile_step --lengths 65536 --sides oomb-sparse-16-no-kept oomb-no-kept --out profile.jsonl
 
 The wall time is that of steps without the profiler. Sides of the peer have floors of a step that recomputes everything.
-Floors of parts are at rates that libraries reach, and count bytes too; the floor of the row is that of all benchmarks, lower.
+Floors of parts are at rates that libraries reach, and count bytes too; the row's own floor is that of all benchmarks,
+which is lower.
 """
 
 from __future__ import annotations

@@ -43,6 +43,8 @@ _BY_NAME = {
     "_accumulate_kernel": PAGES,
     "_quantize_pages_kernel": PAGES,
     "_copy_records_kernel": PAGES,
+    "_clear_records_kernel": PAGES,
+    "_set_slots_kernel": PAGES,
     "_quantize_rows_kernel": COPIES,
     "_forward_kernel": LOSS,
     "_backward_kernel": LOSS,

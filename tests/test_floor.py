@@ -53,8 +53,7 @@ def test_gradients_of_all_weights_are_another_forward() -> None:
 def test_base_products_in_8_bits_take_half_the_time() -> None:
     """And nothing else does."""
     plain, float8 = (
-        floors(QWEN, TOKENS, dataclasses.replace(SPARSE, base_dtype=dtype), 16)  # type: ignore[arg-type]
-        for dtype in ("model", "float8")
+        floors(QWEN, TOKENS, dataclasses.replace(SPARSE, base_dtype=dtype), 16) for dtype in ("model", "float8")
     )
     assert float8.pop(step_parts.BASE) == pytest.approx(plain.pop(step_parts.BASE) / 2)
     assert float8 == pytest.approx(plain)
