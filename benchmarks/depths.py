@@ -20,9 +20,10 @@ import oomb_accel
 from benchmarks.floor import floor_seconds
 from benchmarks.registry import GIB, Row, benchmark
 from benchmarks.whole_step import config_of
-from oomb_accel.bench.models import SHAPES, lora_model, use_liger
+from oomb_accel.bench.models import SHAPES, lora_model
 from oomb_accel.gradients import StepGradients
 from oomb_accel.integrations import step
+from oomb_accel.integrations.liger import use_liger
 from oomb_accel.integrations.step_recurrence import StepRecurrence
 from oomb_accel.plan.shape import shape_of
 from oomb_accel.schedule import Chunk
@@ -90,8 +91,7 @@ def depths(
 ) -> Iterator[Row]:
     """One row per length and side: the whole step, from chunks at `DEPTHS`. ``timed`` is not used."""
     model = lora_model(shape, device)
-    if device.type == "cuda":
-        use_liger(model, fused_loss=True)
+    use_liger(model, device, fused_loss=True)
     for tokens in lengths:
         for side in sides:
             ids = torch.randint(0, SHAPES[shape]["vocab_size"], (1, tokens), device=device)

@@ -24,8 +24,9 @@ from benchmarks.registry import Row, benchmark
 from benchmarks.step_parts import GAPS, Launch, floors, part_of
 from benchmarks.whole_step import config_of, switch_on
 from oomb_accel import OombConfig
-from oomb_accel.bench.models import LORA_RANK, SHAPES, lora_model, use_liger
+from oomb_accel.bench.models import LORA_RANK, SHAPES, lora_model
 from oomb_accel.bench.step import training_step
+from oomb_accel.integrations.liger import use_liger
 from oomb_accel.plan.shape import ModelShape, shape_of
 
 _MOST_LARGEST = 40
@@ -38,7 +39,7 @@ def profile_step(
     """One row per length and side, with a table of parts; its details hold the same and the largest launches."""
     sizes = shape_of(SHAPES[shape], shape)
     model = lora_model(shape, device)
-    liger = device.type == "cuda" and use_liger(model, fused_loss=True)
+    liger = use_liger(model, device, fused_loss=True) is None
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     for tokens in lengths:
         ids = torch.randint(0, sizes.vocabulary, (1, tokens), device=device)

@@ -20,8 +20,9 @@ import oomb_accel
 from benchmarks.floor import floor_seconds, peer_config
 from benchmarks.registry import GIB, Row, benchmark
 from oomb_accel import OombConfig
-from oomb_accel.bench.models import SHAPES, lora_model, use_liger
+from oomb_accel.bench.models import SHAPES, lora_model
 from oomb_accel.bench.step import training_step
+from oomb_accel.integrations.liger import use_liger
 from oomb_accel.integrations.support import base_model_of
 from oomb_accel.plan.shape import shape_of
 
@@ -50,7 +51,7 @@ def whole_step(
 ) -> Iterator[Row]:
     """One row per length and side."""
     model = lora_model(shape, device)
-    liger = device.type == "cuda" and use_liger(model, fused_loss=True)
+    liger = use_liger(model, device, fused_loss=True) is None
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     vocab = base_model_of(model).config.vocab_size
     for tokens in lengths:

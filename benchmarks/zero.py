@@ -29,8 +29,9 @@ import oomb_accel
 from benchmarks.floor import floor_seconds
 from benchmarks.registry import GIB, Row, benchmark
 from oomb_accel import OombConfig
-from oomb_accel.bench.models import SHAPES, base_model, lora_model, use_liger
+from oomb_accel.bench.models import SHAPES, base_model, lora_model
 from oomb_accel.integrations.agreement import num_ranks
+from oomb_accel.integrations.liger import use_liger
 from oomb_accel.integrations.support import base_model_of
 from oomb_accel.plan.shape import shape_of
 
@@ -60,8 +61,7 @@ def zero(
     _start(device)
     for side in sides:
         model = base_model(shape, device) if "full" in side else lora_model(shape, device)
-        if device.type == "cuda":
-            use_liger(model, fused_loss=False)
+        use_liger(model, device, fused_loss=False)
         step, close = _prepare(model, side, chunk_tokens)
         vocab = base_model_of(model).config.vocab_size
         for tokens in lengths:
