@@ -19,12 +19,13 @@ from torch import Tensor
 import oomb_accel
 from benchmarks.floor import floor_seconds
 from benchmarks.registry import GIB, Row, benchmark
-from benchmarks.whole_step import SIDES
-from oomb_accel import OombConfig
-from oomb_accel.bench.models import SHAPES, lora_model, use_liger
+from benchmarks.whole_step import config_of
+from oomb_accel.bench.models import SHAPES, lora_model
 from oomb_accel.gradients import StepGradients
 from oomb_accel.integrations import step
+from oomb_accel.integrations.liger import use_liger
 from oomb_accel.integrations.step_recurrence import StepRecurrence
+from oomb_accel.plan.shape import shape_of
 from oomb_accel.schedule import Chunk
 
 DEPTHS = (0.25, 0.5, 1.0)
@@ -90,18 +91,18 @@ def depths(
 ) -> Iterator[Row]:
     """One row per length and side: the whole step, from chunks at `DEPTHS`. ``timed`` is not used."""
     model = lora_model(shape, device)
-    if device.type == "cuda":
-        use_liger(model, fused_loss=True)
+    use_liger(model, device, fused_loss=True)
     for tokens in lengths:
         for side in sides:
             ids = torch.randint(0, SHAPES[shape]["vocab_size"], (1, tokens), device=device)
-            oomb_accel.enable(model, OombConfig(chunk_tokens=chunk_tokens, progress=False, **SIDES[side]))
+            config = config_of(side, tokens, chunk_tokens)
+            oomb_accel.enable(model, config)
             with patch.object(step, "StepRecurrence", _AtDepths), torch.autocast(device.type, torch.bfloat16):
                 model(input_ids=ids, labels=ids).loss.backward()
             oomb_accel.disable(model)
             model.zero_grad(set_to_none=True)
             row = Row("depths", side, tokens, note="from chunks at depths")
-            row.floor_seconds = floor_seconds(SHAPES[shape], tokens, chunk_tokens, side)
+            row.floor_seconds = floor_seconds(shape_of(SHAPES[shape], shape), tokens, config)
             seconds = dict(list(_AtDepths.newest.seconds.items())[2:])
             row.seconds = whole_step_seconds(seconds, -(-tokens // chunk_tokens))
             row.details = {"shape": shape, "chunk_tokens": chunk_tokens, "seconds_of_chunk": seconds}

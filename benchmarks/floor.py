@@ -1,58 +1,46 @@
-"""The least time that the arithmetic of a step can take: nothing runs much faster."""
+"""The least time that the arithmetic of a step can take, and the operations that every floor is made of."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
 
 from oomb_accel import OombConfig
+from oomb_accel.bench import ceiling
+from oomb_accel.bench.ceiling import Attention, Product, step_work
+from oomb_accel.bench.figures import FLOOR_FLOPS_PER_SECOND
+from oomb_accel.plan.shape import ModelShape
 
-FLOPS_PER_SECOND = 700e12
-"""Matrix products and attention alike, bf16 on an H200; about 790e12 were measured for large plain products."""
 FLOAT8 = 2.0
 """How much faster products of 8-bit floats can be."""
-ATTENTION_BACKWARD = 2.5
-"""Attention's backward over its forward: five matrix products instead of two."""
 
 
-def floor_seconds(
-    shape: dict[str, Any], tokens: int, chunk_tokens: int, side: str, selected_tokens: int | None = None
-) -> float:
-    """Floor of one step: forward, recompute and input gradients; with LoRA the adapters themselves are not counted.
+def step_flops(shape: ModelShape, tokens: int, config: OombConfig) -> Counter[tuple[str, bool]]:
+    """Operations of a step on one document by part of `ceiling.PARTS`, attention's backward apart (True). They are
+    those of bf16: in 8 bits two count as one.
+    """
+    found: Counter[tuple[str, bool]] = Counter()
+    for part, call, times in step_work(shape, tokens, config):
+        rate = FLOAT8 if isinstance(call, Product) and call.float8 else 1.0
+        found[part, isinstance(call, Attention) and call.backward] += call.flops * times / rate  # type: ignore[assignment]
+    return found
+
+
+def floor_seconds(shape: ModelShape, tokens: int, config: OombConfig, *, trains_all: bool = False) -> float:
+    """Floor of one step: matrix products of base weights and head, and attention, all at the rate of the former.
+
+    With LoRA the adapters themselves are not counted. Outputs are kept for all chunks, or with ``keep_outputs=False``
+    for none.
 
     Args:
-        shape: sizes of the model, as in its config.
-        side: ``peer...`` recomputes everything; ``oomb`` all but the last chunk, and not attention where outputs
-            are kept (sides without ``no-kept`` in their name are counted as if all were). ``full`` adds the gradients
-            of all weights, ``float8`` has base weights in 8 bits.
-        selected_tokens: with sparse attention, the earlier tokens that a token attends to beyond its own chunk.
+        config: of the peer one that recomputes everything, see `peer_config`.
+        trains_all: add the gradients of all weights, each as large a product as its forward.
     """
-    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    head_dim = hidden // shape["num_attention_heads"]
-    kv = shape["num_key_value_heads"] * head_dim
-    weights = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * shape["intermediate_size"])
-    if "float8" in side:
-        weights /= FLOAT8
-    weights += shape["vocab_size"] * hidden
-    linear = 2 * weights * tokens
-    last = min(chunk_tokens, tokens)
-    if selected_tokens is None:
-        attention = 2 * hidden * layers * tokens**2  # causal: half of four times
-        repeated_attention = ((tokens - last) / tokens) ** 2
-    else:
-        attention = 4 * hidden * layers * tokens * (last / 2 + selected_tokens)
-        repeated_attention = 1 - last / tokens
-    if side.startswith("peer"):
-        repeated, attended_again = 1.0, 1.0
-    else:
-        repeated = 1 - last / tokens
-        attended_again = repeated_attention if "no-kept" in side else 0.0
-    weight_gradients = 1.0 if "full" in side else 0.0
-    flops = linear * (2 + repeated + weight_gradients) + attention * (1 + ATTENTION_BACKWARD + attended_again)
-    return flops / FLOPS_PER_SECOND
+    flops = step_flops(shape, tokens, config)
+    weights = flops[ceiling.FORWARD, False] + 2 * shape.head_weights * (tokens - 1) if trains_all else 0.0
+    return (sum(flops.values()) + weights) / FLOOR_FLOPS_PER_SECOND
 
 
-def selected_tokens(settings: OombConfig) -> int | None:
-    """The earlier tokens that a token attends to beyond its own chunk; None where attention is dense."""
-    if settings.attention == "dense":
-        return None
-    return (settings.top_k + settings.sink_pages + settings.recent_pages) * settings.page_tokens
+def peer_config(tokens: int) -> OombConfig:
+    """Settings of a step with the arithmetic of plain training with gradient checkpointing: one chunk, all of it run
+    again."""
+    return OombConfig(chunk_tokens=max(tokens, 128), keep_last_graph=False, keep_outputs=False)

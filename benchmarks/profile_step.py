@@ -3,6 +3,8 @@
 python -m benchmarks.run profile_step --lengths 65536 --sides oomb-sparse-16-no-kept oomb-no-kept --out profile.jsonl
 
 The wall time is that of steps without the profiler. Sides of the peer have floors of a step that recomputes everything.
+Floors of parts are at rates that libraries reach, and count bytes too; the row's own floor is that of all benchmarks,
+which is lower.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+from benchmarks.floor import floor_seconds
 from benchmarks.registry import Row, benchmark
 from benchmarks.step_parts import GAPS, Launch, floors, part_of
-from benchmarks.whole_step import SIDES, switch_on
+from benchmarks.whole_step import config_of, switch_on
 from oomb_accel import OombConfig
-from oomb_accel.bench.models import LORA_RANK, SHAPES, lora_model, use_liger
+from oomb_accel.bench.models import LORA_RANK, SHAPES, lora_model
 from oomb_accel.bench.step import training_step
+from oomb_accel.integrations.liger import use_liger
 from oomb_accel.plan.shape import ModelShape, shape_of
 
 _MOST_LARGEST = 40
@@ -35,7 +39,7 @@ def profile_step(
     """One row per length and side, with a table of parts; its details hold the same and the largest launches."""
     sizes = shape_of(SHAPES[shape], shape)
     model = lora_model(shape, device)
-    liger = device.type == "cuda" and use_liger(model, fused_loss=True)
+    liger = use_liger(model, device, fused_loss=True) is None
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     for tokens in lengths:
         ids = torch.randint(0, sizes.vocabulary, (1, tokens), device=device)
@@ -51,16 +55,11 @@ def profile_step(
             row.seconds = statistics.median(seconds)
             launches = recorded(lambda: training_step(model, optimizer, ids), device)  # noqa: B023
             undo()
-            row.details = _by_part(launches, sizes, tokens, row.seconds, _config(side, tokens, chunk_tokens))
-            row.floor_seconds = row.details["total"]["floor_us"] * tokens / 1e6
+            config = config_of(side, tokens, chunk_tokens)
+            row.details = _by_part(launches, sizes, tokens, row.seconds, config)
+            row.floor_seconds = floor_seconds(sizes, tokens, config)
             row.text = parts_table(row.details)
             yield row
-
-
-def _config(side: str, tokens: int, chunk_tokens: int) -> OombConfig:
-    if side.startswith("oomb"):
-        return OombConfig(chunk_tokens=chunk_tokens, **SIDES[side])
-    return OombConfig(chunk_tokens=max(tokens, 128), keep_last_graph=False, keep_outputs=False)
 
 
 def recorded(step: Callable[[], object], device: torch.device) -> list[Launch]:

@@ -6,12 +6,12 @@ is LoRA's, one with a side as long as the vocabulary the head's. Own kernels and
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.floor import step_flops
 from oomb_accel.bench import ceiling
-from oomb_accel.bench.ceiling import Attention, step_work
+from oomb_accel.bench.figures import FLOOR_FLOPS_PER_SECOND
 from oomb_accel.config import OombConfig
 from oomb_accel.plan.shape import ModelShape
 from oomb_accel.plan.sizes import parts_of
@@ -43,6 +43,8 @@ _BY_NAME = {
     "_accumulate_kernel": PAGES,
     "_quantize_pages_kernel": PAGES,
     "_copy_records_kernel": PAGES,
+    "_clear_records_kernel": PAGES,
+    "_set_slots_kernel": PAGES,
     "_quantize_rows_kernel": COPIES,
     "_forward_kernel": LOSS,
     "_backward_kernel": LOSS,
@@ -62,8 +64,6 @@ _COPY_NAMES = ("memcpy", "memset", "copy", "catarray", "fillfunctor")
 _MOST_RANKS = 3
 """Adapters whose products may run as one (those of queries, keys and values), so that a side is as many ranks long."""
 
-MATRIX_FLOPS = 700e12
-"""A second, of matrix products in bf16 on an H200: 660 to 780 at the shapes of a 7B."""
 ATTENTION_FORWARD_FLOPS, ATTENTION_BACKWARD_FLOPS = 600e12, 500e12
 """Of attention: cuDNN reaches 613 and 481 for 8,192 tokens among themselves, 600 and 545 with 32K and more keys."""
 MEMORY_BYTES = 4.0e12
@@ -115,20 +115,19 @@ def _product_part(op: str, shapes: Sequence[tuple[int, ...]], rank: int, vocabul
 
 
 def floors(shape: ModelShape, tokens: int, config: OombConfig, rank: int) -> dict[str, float]:
-    """Seconds that the parts of a step take at the rates above, in bf16, on one document.
+    """Seconds that the parts of a step take on one document: operations as in `floor_seconds`, but those of attention
+    at the rates above, which libraries reach; and bytes.
 
     What a perfect kernel need not do has no floor: copies, casts, merging, gaps. Norms, RoPE, activations and sums of
     residuals read each input once and write each output once.
     """
-    work = step_work(shape, tokens, config)
-    flops: Counter[tuple[str, bool]] = Counter()
-    for part, call, times in work:
-        flops[part, isinstance(call, Attention) and call.backward] += call.flops * times  # type: ignore[assignment]
+    flops = step_flops(shape, tokens, config)
     forwards = 1 + flops[ceiling.RECOMPUTE, False] / flops[ceiling.FORWARD, False]
+    base = sum(flops[part, False] for part in (ceiling.FORWARD, ceiling.RECOMPUTE, ceiling.GRADIENT))
     found = {
-        BASE: sum(flops[part, False] for part in (ceiling.FORWARD, ceiling.RECOMPUTE, ceiling.GRADIENT)) / MATRIX_FLOPS,
-        LORA: 2 * shape.lora_parameters(rank) * tokens * (forwards + 2) / MATRIX_FLOPS,
-        HEAD: flops[ceiling.HEAD, False] / MATRIX_FLOPS,
+        BASE: base / FLOOR_FLOPS_PER_SECOND,
+        LORA: 2 * shape.lora_parameters(rank) * tokens * (forwards + 2) / FLOOR_FLOPS_PER_SECOND,
+        HEAD: flops[ceiling.HEAD, False] / FLOOR_FLOPS_PER_SECOND,
     }
     local = (ceiling.OWN, ceiling.ALWAYS, ceiling.PAST)
     found[LOCAL_FORWARD] = sum(flops[part, False] for part in local) / ATTENTION_FORWARD_FLOPS
@@ -137,7 +136,7 @@ def floors(shape: ModelShape, tokens: int, config: OombConfig, rank: int) -> dic
         found[SELECTED_FORWARD] = flops[ceiling.SELECTED, False] / ATTENTION_FORWARD_FLOPS
         backward = flops[ceiling.SELECTED, True] / ATTENTION_BACKWARD_FLOPS
         found |= {SELECTED_DQ: backward / 5, SELECTED_DKV: backward * 4 / 5}  # scores and dS are made once
-        found[SELECTION] = _score_flops(shape, tokens, config) / MATRIX_FLOPS
+        found[SELECTION] = _score_flops(shape, tokens, config) / FLOOR_FLOPS_PER_SECOND
     moved = {name: count / MEMORY_BYTES for name, count in _moved_bytes(shape, tokens, forwards, rank).items()}
     return found | moved
 

@@ -17,12 +17,14 @@ from peft import PeftModel
 from torch import Tensor
 
 import oomb_accel
-from benchmarks.floor import floor_seconds, selected_tokens
+from benchmarks.floor import floor_seconds, peer_config
 from benchmarks.registry import GIB, Row, benchmark
 from oomb_accel import OombConfig
-from oomb_accel.bench.models import SHAPES, lora_model, use_liger
+from oomb_accel.bench.models import SHAPES, lora_model
 from oomb_accel.bench.step import training_step
+from oomb_accel.integrations.liger import use_liger
 from oomb_accel.integrations.support import base_model_of
+from oomb_accel.plan.shape import shape_of
 
 SIDES: dict[str, dict[str, Any]] = {
     "oomb": dict(keep_outputs="auto"),
@@ -49,15 +51,15 @@ def whole_step(
 ) -> Iterator[Row]:
     """One row per length and side."""
     model = lora_model(shape, device)
-    liger = device.type == "cuda" and use_liger(model, fused_loss=True)
+    liger = use_liger(model, device, fused_loss=True) is None
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     vocab = base_model_of(model).config.vocab_size
     for tokens in lengths:
         ids = torch.randint(0, vocab, (1, tokens), device=device, generator=torch.Generator(device).manual_seed(tokens))
         for side in sides:
             row = Row("whole_step", side, tokens, note="" if liger else "without liger")
-            selected = selected_tokens(OombConfig(**SIDES[side]))
-            row.floor_seconds = floor_seconds(SHAPES[shape], tokens, chunk_tokens, side, selected)
+            config = config_of(side, tokens, chunk_tokens)
+            row.floor_seconds = floor_seconds(shape_of(SHAPES[shape], shape), tokens, config)
             row.details = {"shape": shape, "chunk_tokens": chunk_tokens, "timed_steps": timed}
             undo = switch_on(model, side, chunk_tokens)
             try:
@@ -73,11 +75,17 @@ def whole_step(
             yield row
 
 
+def config_of(side: str, tokens: int, chunk_tokens: int) -> OombConfig:
+    """Settings whose arithmetic a side has."""
+    if not side.startswith("oomb"):
+        return peer_config(tokens)
+    return OombConfig(chunk_tokens=chunk_tokens, progress=False, **SIDES[side])
+
+
 def switch_on(model: PeftModel, side: str, chunk_tokens: int) -> Callable[[], None]:
     """Prepare the model for a side of `SIDES`; returns what undoes it."""
     if side.startswith("oomb"):
-        config = OombConfig(chunk_tokens=chunk_tokens, progress=False, **SIDES[side])
-        oomb_accel.enable(model, config)
+        oomb_accel.enable(model, OombConfig(chunk_tokens=chunk_tokens, progress=False, **SIDES[side]))
         return lambda: oomb_accel.disable(model)
     options = {"use_reentrant": False} | ({"offload": True} if "offload" in side else {})
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

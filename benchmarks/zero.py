@@ -26,12 +26,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import oomb_accel
-from benchmarks.floor import floor_seconds, selected_tokens
+from benchmarks.floor import floor_seconds
 from benchmarks.registry import GIB, Row, benchmark
 from oomb_accel import OombConfig
-from oomb_accel.bench.models import SHAPES, base_model, lora_model, use_liger
+from oomb_accel.bench.models import SHAPES, base_model, lora_model
 from oomb_accel.integrations.agreement import num_ranks
+from oomb_accel.integrations.liger import use_liger
 from oomb_accel.integrations.support import base_model_of
+from oomb_accel.plan.shape import shape_of
 
 SIDES = (
     *("plain", "zero1", "zero2", "zero3", "zero1-offload", "zero2-offload", "zero3-offload"),
@@ -59,16 +61,15 @@ def zero(
     _start(device)
     for side in sides:
         model = base_model(shape, device) if "full" in side else lora_model(shape, device)
-        if device.type == "cuda":
-            use_liger(model, fused_loss=False)
+        use_liger(model, device, fused_loss=False)
         step, close = _prepare(model, side, chunk_tokens)
         vocab = base_model_of(model).config.vocab_size
         for tokens in lengths:
             own = tokens // 8 if "unequal" in side and rank % 2 else tokens
             ids = torch.randint(0, vocab, (1, own), device=device, generator=torch.Generator(device).manual_seed(rank))
             row = Row("zero", side, tokens)
-            selected, kept = selected_tokens(_settings(side, chunk_tokens)), "-no-kept" if "sparse" in side else ""
-            row.floor_seconds = floor_seconds(SHAPES[shape], tokens, chunk_tokens, side + kept, selected)
+            sizes, settings = shape_of(SHAPES[shape], shape), _settings(side, chunk_tokens)
+            row.floor_seconds = floor_seconds(sizes, tokens, settings, trains_all="full" in side)
             row.details = {"shape": shape, "chunk_tokens": chunk_tokens, "ranks": num_ranks(), "timed_steps": timed}
             _measure(step, ids, row, timed, min(own, 2 * chunk_tokens))
             if rank == 0:

@@ -1,8 +1,9 @@
 """What a step cannot be faster than on this GPU: its matrix products and its attention, timed as plain library calls.
 
 Counted are the products with base weights and head (forwards, in the recompute, for gradients of inputs) and attention,
-in the very shapes of the step, with ``base_dtype="float8"`` from 8-bit floats. Selected pages are counted as that many neighbouring keys in one dense call. LoRA's own
-products, norms, activations, the choice of pages, the loss, sums, copies and the optimizer have no share in it.
+in the very shapes of the step, with ``base_dtype="float8"`` from 8-bit floats. Selected pages are counted as that many
+neighbouring keys in one dense call. LoRA's own products, norms, activations, quantising, the choice of pages, the loss,
+sums, copies and the optimizer have no share in it.
 
 Legend: H query heads, G KV heads, T tokens, D head_dim.
 """

@@ -16,7 +16,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from oomb_accel.integrations.support import base_model_of
 from oomb_accel.plan.known import KNOWN
 
 _CLASSES: dict[str, tuple[Any, Any]] = {
@@ -46,12 +45,13 @@ def base_model(shape: str, device: torch.device, dtype: torch.dtype = torch.bflo
         **fields | {"max_position_embeddings": LONGEST}, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
     )
     torch.manual_seed(0)
+    usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
             base = make_model(config)
     finally:
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(usual)
     base.config.use_cache = False
     return base.train()
 
@@ -65,21 +65,3 @@ def lora_model(
     model = get_peft_model(base, adapter)
     model.train()
     return model
-
-
-def use_liger(model: PreTrainedModel | PeftModel, *, fused_loss: bool) -> bool:
-    """Liger's norm, RoPE and SwiGLU where it is installed; with ``fused_loss`` also its linear cross entropy."""
-    try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    except ImportError:
-        return False
-    base = base_model_of(model)
-    MODEL_TYPE_TO_APPLY_LIGER_FN[base.config.model_type](
-        model=base,
-        rope=True,
-        swiglu=True,
-        rms_norm=True,
-        cross_entropy=False,
-        fused_linear_cross_entropy=fused_loss,
-    )
-    return True

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import oomb_accel
 from oomb_accel.bench.ceiling import CeilingPart, measure_ceiling, step_work
-from oomb_accel.bench.models import SHAPES, lora_model, use_liger
+from oomb_accel.bench.models import SHAPES, lora_model
 from oomb_accel.bench.timing import Measure
 from oomb_accel.config import OombConfig
+from oomb_accel.integrations.liger import use_liger
 from oomb_accel.integrations.shortage import is_shortage
 from oomb_accel.plan.shape import ModelShape, shape_of
 from oomb_accel.progress import GIB
@@ -171,7 +172,7 @@ def _run_steps(
     """The steps without a ceiling, one more before them to warm up."""
     on_gpu = device.type == "cuda"
     model = lora_model(sizes.shape, device, dtype)
-    liger = on_gpu and use_liger(model, fused_loss=False)
+    liger = use_liger(model, device, fused_loss=False) is None
     oomb_accel.enable(model, sizes.config)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     vocabulary = SHAPES[sizes.shape]["vocab_size"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from oomb_accel.integrations.liger import use_liger
 from oomb_accel.reading import Unreadable, in_a_line, json_object, shown
 from oomb_accel.spelling import called
 from oomb_accel.training.recipe import Recipe
@@ -196,26 +196,10 @@ def apply_liger(model: nn.Module, recipe: Recipe, device: torch.device) -> bool:
     """
     if recipe.use_liger is False:
         return False
-    obstacle = _liger_obstacle(model, device)
-    if obstacle is None:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
-        return True
-    if recipe.use_liger is True:
+    obstacle = use_liger(model, device, fused_loss=False)
+    if obstacle is not None and recipe.use_liger is True:
         raise ValueError(f"use_liger is on, but Liger cannot run here.\n  {obstacle}\n  Set use_liger: auto.")
-    return False
-
-
-def _liger_obstacle(model: nn.Module, device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"Training runs on {device.type}; its kernels need a GPU."
-    if importlib.util.find_spec("liger_kernel") is None:
-        return "The package liger-kernel is not installed."
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    kind = getattr(model.config, "model_type", "")
-    return None if kind in MODEL_TYPE_TO_APPLY_LIGER_FN else f"It has no kernels for {kind}."
+    return obstacle is None
 
 
 def _load_dtype(recipe: Recipe) -> str | torch.dtype:

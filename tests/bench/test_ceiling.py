@@ -77,8 +77,7 @@ def test_a_last_token_alone_costs_nothing() -> None:
 
 def test_only_base_products_are_in_8_bits() -> None:
     plain, float8 = (
-        step_work(TINY, 1100, OombConfig(chunk_tokens=512, base_dtype=dtype))  # type: ignore[arg-type]
-        for dtype in ("model", "float8")
+        step_work(TINY, 1100, OombConfig(chunk_tokens=512, base_dtype=dtype)) for dtype in ("model", "float8")
     )
     products = {ceiling.FORWARD, ceiling.RECOMPUTE, ceiling.GRADIENT}
     assert {item.part for item in float8 if isinstance(item.call, Product) and item.call.float8} == products
