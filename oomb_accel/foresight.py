@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from oomb_accel.pages import Kind, Need, PageShape, Places, Worths
 from oomb_accel.past import past_ranges
@@ -24,7 +25,7 @@ Phase: TypeAlias = Literal["forward", "recompute", "backward"]
 """A run of the model over a chunk: in the forward sweep, again in the backward sweep, and its backward."""
 
 _HORIZON = 4
-"""Chunks that are looked at for a page's next use. What comes later counts as never."""
+"""Chunks that are looked at for a page's next use, a bit of a byte each. What comes later counts as never."""
 _FADING = -np.log(0.8)
 """A page's count of selections is 0.8 of it a chunk later. Instead later selections count for more: the order is the
 same, and nothing changes for a page that was not selected. Logarithms stay small however many chunks there are."""
@@ -64,9 +65,11 @@ class Foresight:
         """By layer, logarithms of the counts of all records."""
         self._last_count: dict[int, int] = {}
         """By layer, the last chunk whose selections were counted."""
-        self._next_uses: dict[tuple[Kind, int], Worths] = {}
-        """Of all records of a layer; right for the chunk below. Numbers above it are of uses that lie behind."""
-        self._next_chunk: dict[tuple[Kind, int], int] = {}
+        self._uses: dict[tuple[Kind, int], npt.NDArray[np.uint8]] = {}
+        """Of all records of a layer, which chunks use them: bit ``index % 8`` for each of the chunks below."""
+        self._marked: dict[tuple[Kind, int], range] = {}
+        self._soonest: tuple[int, Worths] = -1, np.empty(0, np.float32)
+        """The next chunk, and for each byte of bits the number of the soonest that it names."""
 
     def begin(self, chunk: Chunk, phase: Phase) -> list[Need]:
         """Tell that a run begins. Returns what it will use, in order, and what the next one uses first."""
@@ -156,28 +159,34 @@ class Foresight:
         """By how soon records are used: the number of the next chunk, which falls in this sweep."""
         assert self._now is not None
         next_index = self._now.chunk.index - (self._now.phase == "backward")
-        key = kind, layer
-        if key not in self._next_uses:
-            self._next_uses[key] = np.full(self._num_records, -1, np.float32)
-        uses = self._next_uses[key]
-        if self._next_chunk.get(key) != next_index:
-            self._next_chunk[key] = next_index
-            for index in range(max(0, next_index - _HORIZON + 1), next_index + 1):  # the soonest is written last
-                self._mark_uses(uses, kind, layer, self._chunks[index])
-        worth: Worths = uses[places]
-        worth[worth > next_index] = -1
+        key, coming = (kind, layer), range(max(0, next_index - _HORIZON + 1), next_index + 1)
+        if key not in self._uses:
+            self._uses[key], self._marked[key] = np.zeros(self._num_records, np.uint8), range(0)
+        uses, marked = self._uses[key], self._marked[key]
+        if marked != coming:
+            self._marked[key] = coming
+            for index in marked:
+                if index not in coming:
+                    uses &= ~_bit(index)
+            for index in coming:
+                if index not in marked:
+                    self._mark_uses(uses, kind, layer, self._chunks[index])
+        if self._soonest[0] != next_index:
+            self._soonest = next_index, _soonest(coming)
+        worth: Worths = self._soonest[1][uses[places]]
         return worth
 
-    def _mark_uses(self, uses: Worths, kind: Kind, layer: int, chunk: Chunk) -> None:
+    def _mark_uses(self, uses: npt.NDArray[np.uint8], kind: Kind, layer: int, chunk: Chunk) -> None:
         assert self._selector is not None
+        bit = _bit(chunk.index)
         reach, touched = self._reach(layer, chunk), self._selector.touched(layer, chunk)
         if reach is None or touched is not None:
             for pages in _always(reach, chunk):
-                uses[self._places(pages)] = chunk.index
+                uses[self._places(pages)] |= bit
         if reach is not None and touched is not None:
-            uses[self._named(reach, touched)] = chunk.index
+            uses[self._named(reach, touched)] |= bit
         if kind == "gradients":
-            uses[self._places(chunk.own_pages)] = chunk.index
+            uses[self._places(chunk.own_pages)] |= bit
 
     def _named(self, reach: Reach, touched: TouchedPages) -> Places:
         return touched() + reach.candidates.first * self._num_heads
@@ -189,3 +198,16 @@ class Foresight:
 def _always(reach: Reach | None, chunk: Chunk) -> tuple[PageRange, ...]:
     """What a chunk uses whatever it selects. None is a past short enough to attend to everything."""
     return (chunk.past_pages,) if reach is None else (reach.sinks, reach.recents)
+
+
+def _bit(index: int) -> np.uint8:
+    """The bit of a chunk."""
+    return np.uint8(1 << index % 8)
+
+
+def _soonest(coming: range) -> Worths:
+    """By bits, the highest number of a chunk among these, whose bit is set; -1 where none is."""
+    bits, numbers = np.arange(256), np.full(256, -1, np.float32)
+    for index in coming:
+        numbers[bits & int(_bit(index)) != 0] = index
+    return numbers

@@ -68,9 +68,9 @@ class HostStore:
         """Forget these records; all of them must be allocated."""
         addresses, numbers = self.addresses(slots), np.arange(slots.size)
         self._addresses[slots] = numbers
-        if not np.array_equal(self._addresses[slots], numbers):  # of equal slots, one has the number of another
-            self._addresses[slots] = addresses
-            raise AssertionError("a slot is freed once")
+        distinct = np.array_equal(self._addresses[slots], numbers)  # of equal slots, one has the number of another
+        self._addresses[slots] = addresses
+        assert distinct, "a slot is freed once"
         change = self._mark(slots, True)
         for place in np.flatnonzero((change > 0) & (self._num_free == self.records_per_slab)).tolist():
             self._give(place)
