@@ -25,7 +25,8 @@ class SelectedPages:
     reach: Reach
     lists: PageLists
     touched: WantedLater | None
-    """Which candidates the lists name; None where nobody has to know, since no page ever moves."""
+    """Which candidates the lists name; None where nobody has to know: all pages stay on the device, and may all have a
+    gradient."""
 
 
 def selected_pages(q_HTD: Tensor, layer: LayerCall, run: ChunkPass, *, first_run: bool) -> SelectedPages | None:

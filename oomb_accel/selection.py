@@ -105,7 +105,7 @@ class PageSelector:
         sparse_layers: layers that select pages; all others attend to everything they can reach.
         on_selection: called with every choice.
         tally: counts what is selected.
-        tell_pages: whether somebody asks which pages are touched, because pages move.
+        tell_pages: whether somebody asks which pages are touched.
     """
 
     def __init__(

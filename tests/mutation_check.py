@@ -243,8 +243,8 @@ MUTATIONS = (
     Mutation(
         "sparse: evaluation selects pages",
         "oomb_accel/integrations/step_memory.py",
-        "state.selector(tell_pages=rooms is not None) if torch.is_grad_enabled() else None",
-        "state.selector(tell_pages=rooms is not None)",
+        "state.selector(tell_pages=tell_pages) if torch.is_grad_enabled() else None",
+        "state.selector(tell_pages=tell_pages)",
         SPARSE,
     ),
     Mutation(

@@ -13,6 +13,7 @@ from oomb_kernels.launch import cdiv, next_power_of_2
 _TILE_ELEMENTS = 4096
 
 
+@torch.no_grad()
 def merge_attention_reference_(out_acc_HTD: Tensor, lse_acc_HT: Tensor, out_HTD: Tensor, lse_HT: Tensor) -> None:
     """The definition, in plain torch."""
     lse_other = lse_HT.to(lse_acc_HT.dtype)
@@ -77,7 +78,6 @@ def launch_merge_attention_(out_acc_HTD: Tensor, lse_acc_HT: Tensor, out_HTD: Te
         )  # fmt: skip
 
 
-@torch.no_grad()
 def merge_attention_(out_acc_HTD: Tensor, lse_acc_HT: Tensor, out_HTD: Tensor, lse_HT: Tensor) -> None:
     """Folds (`out_HTD`, `lse_HT`) into (`out_acc_HTD`, `lse_acc_HT`) in place: one softmax over both key
     sets.

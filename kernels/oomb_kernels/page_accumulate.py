@@ -16,6 +16,7 @@ from oomb_kernels.launch import cdiv, next_power_of_2
 _TILE_ELEMENTS = 4096
 
 
+@torch.no_grad()
 def accumulate_pages_reference(
     pool: Tensor, slots_GN: Tensor, dk_GTD: Tensor, dv_GTD: Tensor, *, first: bool, seed: int
 ) -> None:
@@ -113,7 +114,6 @@ def launch_accumulate_pages(
         )  # fmt: skip
 
 
-@torch.no_grad()
 def accumulate_pages(pool: Tensor, slots_GN: Tensor, dk_GTD: Tensor, dv_GTD: Tensor, *, first: bool, seed: int) -> None:
     """Adds dK and dV of whole pages to their records, or with `first` stores them without reading what lies
     there.

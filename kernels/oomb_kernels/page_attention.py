@@ -14,7 +14,6 @@ from oomb_kernels.page_index import build_page_index
 from oomb_kernels.page_lists import PageLists
 
 
-@torch.no_grad()
 def page_attention_forward(
     q_HTD: Tensor,
     pool: Tensor,
@@ -58,7 +57,6 @@ def page_attention_forward(
         )
 
 
-@torch.no_grad()
 def page_attention_backward(
     dout_HTD: Tensor,
     q_HTD: Tensor,

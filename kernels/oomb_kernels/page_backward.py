@@ -26,6 +26,7 @@ _DS_BYTES = 2**30
 _PARTIAL_BYTES = 256 * 2**20
 
 
+@torch.no_grad()
 def page_attention_backward_reference(
     dout_HTD: Tensor,
     q_HTD: Tensor,

@@ -27,6 +27,7 @@ from oomb_kernels.page_lists import PageLists
 from oomb_kernels.page_tiles import Tiles, choose_tiles, shared_memory_of
 
 
+@torch.no_grad()
 def page_attention_forward_reference(
     q_HTD: Tensor,
     pool: Tensor,

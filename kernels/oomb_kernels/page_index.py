@@ -196,7 +196,6 @@ def launch_build_page_index(lists: PageLists, max_blocks: int) -> PageIndex:
     return PageIndex(visits_KB, counts_K, units_U2, ends_3K, cut_pages_U, max_blocks, most_partials)
 
 
-@torch.no_grad()
 def build_page_index(lists: PageLists, max_blocks: int) -> PageIndex:
     """Invert page lists.
 

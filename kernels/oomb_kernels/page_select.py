@@ -54,6 +54,7 @@ def page_centroids(k_GTD: Tensor, part_tokens: int) -> Tensor:
     return k_GTD.unflatten(1, (k_GTD.shape[1] // part_tokens, part_tokens)).mean(2)
 
 
+@torch.no_grad()
 def page_mass_reference(
     pooled_HRD: Tensor,
     centroids_GCD: Tensor,
@@ -75,6 +76,7 @@ def page_mass_reference(
     return torch.stack(masses, 1)
 
 
+@torch.no_grad()
 def top_pages_reference(mass_GBN: Tensor, k: int) -> Tensor:
     """The definition of `top_pages`, in plain torch."""
     weight_GBN = torch.where(mass_GBN >= 0, mass_GBN, 0.0)  # NaN counts as nothing
@@ -316,7 +318,6 @@ def launch_top_pages(mass_GBN: Tensor, k: int) -> Tensor:
     return pages
 
 
-@torch.no_grad()
 def page_mass(
     pooled_HRD: Tensor,
     centroids_GCD: Tensor,
@@ -355,7 +356,6 @@ def page_mass(
         return run(pooled_HRD, centroids_GCD, parts=parts, scale=scale, block_rows=block_rows, softcap=softcap)
 
 
-@torch.no_grad()
 def top_pages(mass_GBN: Tensor, k: int) -> Tensor:
     """The `k` pages with the largest mass of each row, in ascending page order. Among equals the lower page goes first.
 

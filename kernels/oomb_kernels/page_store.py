@@ -16,6 +16,7 @@ from oomb_kernels.page_float8 import FLOAT8, launch_quantize_pages, quantize_pag
 _TILE_ELEMENTS = 8192
 
 
+@torch.no_grad()
 def store_pages_reference(
     pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor, scales_GN2: Tensor | None = None
 ) -> None:
@@ -30,6 +31,7 @@ def store_pages_reference(
     pool[slots_GN.long()] = record_GN2PD.to(pool.dtype)
 
 
+@torch.no_grad()
 def load_pages_reference(
     pool: Tensor, slots_GN: Tensor, scales_GN2: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -40,6 +42,7 @@ def load_pages_reference(
     return k_GNPD.flatten(1, 2).contiguous(), v_GNPD.flatten(1, 2).contiguous()
 
 
+@torch.no_grad()
 def add_pages_reference_(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor) -> None:
     """The definition of `add_pages_`, in plain torch."""
     for x_GTD, added_GTD in zip((k_GTD, v_GTD), load_pages_reference(pool, slots_GN), strict=True):
@@ -136,7 +139,6 @@ def launch_add_pages_(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tens
     _launch_move_pages(pool, slots_GN, k_GTD, v_GTD, add=True)
 
 
-@torch.no_grad()
 def store_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor, scales_GN2: Tensor | None = None) -> None:
     """Writes whole pages: tokens i*P to (i+1)*P of KV head g go to record `slots_GN[g, i]`.
 
@@ -153,7 +155,6 @@ def store_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor, sc
         store_pages_reference(pool, slots_GN, k_GTD, v_GTD, scales_GN2)
 
 
-@torch.no_grad()
 def load_pages(
     pool: Tensor, slots_GN: Tensor, scales_GN2: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -168,7 +169,6 @@ def load_pages(
     return run(pool, slots_GN, scales_GN2, dtype)
 
 
-@torch.no_grad()
 def add_pages_(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor) -> None:
     """Add whole pages to what stands in `k_GTD` and `v_GTD`, in fp32 at least. A slot of -1 adds nothing.
 

@@ -219,7 +219,7 @@ class Attachment:
         """A new one, for one stream; None where no layer selects pages.
 
         Args:
-            tell_pages: whether pages move, so that somebody asks which are selected.
+            tell_pages: whether somebody asks which are selected.
         """
         config = self.config
         if not self.sparse_layers:

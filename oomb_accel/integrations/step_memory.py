@@ -36,7 +36,9 @@ def stream_memory(
     Args:
         rooms: of `divide_pages`, under the same grad mode; their host memory is there.
     """
-    selector = state.selector(tell_pages=rooms is not None) if torch.is_grad_enabled() else None
+    # Stochastic rounding draws by runs of pages that have a gradient: wherever pages lie, the same ones must have one.
+    tell_pages = rooms is not None or state.page_grad_dtype == torch.bfloat16
+    selector = state.selector(tell_pages=tell_pages) if torch.is_grad_enabled() else None
     shape = state.page_shape(sparse=selector is not None)
     kept = _kept_chunks(state, schedule, shape, device, keep_last_graph=keep_last_graph, offloads=rooms is not None)
     outputs: dict[int, Outputs] = {index: {} for index in kept}

@@ -36,7 +36,7 @@ class Records(Protocol):
         """Which records there are, ``[n, G]``."""
 
     def lacking(self, layer: int, pages: PageRange, wanted: WantedLater | None) -> Wanted:
-        """What has to be added so that the wanted records, or all where None is, are there; others may be among it."""
+        """Those of the wanted records that there are not; None is every record."""
 
     def add(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> None:
         """Give these records, or those of them that are wanted, slots. Their contents are whatever lay there."""
@@ -85,8 +85,11 @@ class StoredPages:
         return exists
 
     def lacking(self, layer: int, pages: PageRange, wanted: WantedLater | None) -> Wanted:
-        # There is room for all of them: nobody waits to know which are wanted, and the next chunk finds them here.
-        return np.flatnonzero(self._table.slots(layer, pages) == NO_SLOT)
+        missing = self._table.slots(layer, pages).reshape(-1) == NO_SLOT
+        if wanted is None:
+            return np.flatnonzero(missing)
+        numbers = wanted()
+        return numbers[missing[numbers]]
 
     def add(self, layer: int, pages: PageRange, wanted: Wanted | None = None) -> None:
         self._table.allocate(layer, pages, wanted)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oomb_accel.pages import PagedKVCache, PageShape, Wanted, WantedLater
+from oomb_accel.pages import PagedKVCache, PageShape, WantedLater
 from oomb_accel.plan.sizes import parts_of
 from oomb_accel.schedule import Chunk, ChunkSchedule, PageRange
 from tests.harness.tolerance import assert_same_bits
@@ -195,24 +195,31 @@ def test_a_new_gradient_slot_holds_zero_and_a_used_one_keeps_its_gradient(grad_d
     assert_same_bits(collected(cache, SPARSE, plan.chunks[0]), wanted.expand(2, HEADS, 16, DIM))
 
 
-def test_what_is_wanted_has_a_gradient_and_nobody_waits_to_know_it() -> None:
+def test_only_what_is_wanted_gets_a_gradient() -> None:
     plan = schedule(50)
     cache = PagedKVCache(shape(), plan, CPU)
     pages, wanted = PageRange(1, 4), np.array([[True, False], [False, False], [True, True]])
-
-    def never() -> Wanted:
-        raise AssertionError("no page moves: there is room for all of them")
-
-    slots = cache.gradient_slots(SPARSE, pages, never)
-    assert (slots >= 0).all() and len(set(slots.flatten().tolist())) == slots.numel()
+    slots = cache.gradient_slots(SPARSE, pages, lambda: places(wanted))
+    assert (slots.T.numpy()[wanted] >= 0).all() and len(set(slots.T.numpy()[wanted].tolist())) == 3
+    gradients = cache._gradients
+    assert gradients is not None and (gradients.exists(SPARSE, pages) == wanted).all()
     cache.gradient_pool[slots.T[torch.from_numpy(wanted)].long()] += 1  # as a kernel does
-    again = cache.gradient_slots(SPARSE, PageRange(1, 3), never)
+    again = cache.gradient_slots(SPARSE, PageRange(1, 3), lambda: places(~wanted[:2]))
     cache.gradient_pool[again.T[torch.from_numpy(~wanted[:2])].long()] += 2
     per_page = torch.tensor([[0, 1, 2, 1], [0, 2, 2, 1]], dtype=torch.float32)
     assert_same_bits(
         collected(cache, SPARSE, plan.chunks[0]),
         per_page.repeat_interleave(PAGE, 1)[None, :, :, None].expand(2, HEADS, 16, DIM),
     )
+
+
+def test_where_nobody_says_what_is_wanted_all_have_a_gradient() -> None:
+    plan = schedule(50)
+    cache = PagedKVCache(shape(), plan, CPU)
+    cache.gradient_slots(SPARSE, PageRange(2, 3), lambda: places(np.array([[True, False]])))
+    slots = cache.gradient_slots(SPARSE, PageRange(1, 4), None)
+    assert (slots >= 0).all() and len(set(slots.flatten().tolist())) == 3 * HEADS
+    assert not cache.gradient_pool[slots.long()].any()
 
 
 def test_adding_to_pages_of_which_some_heads_have_gradients() -> None:
