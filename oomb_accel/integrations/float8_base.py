@@ -23,6 +23,9 @@ from oomb_kernels import checksums, float8_product, has_float8_product, quantize
 
 Rows = tuple[Tensor, Tensor]
 """e4m3 ``[T, I]`` and scales ``[T, 1]``."""
+_LONGEST_FAST_SUM = 4096
+"""Numbers. Of rows that point the same way as the weight's, an H200's own accumulators lost 5 % of the sum of 3,584 products
+and 24 % of one of 18,944; of random rows 0.2 %."""
 
 
 class LastInput:
@@ -64,9 +67,10 @@ class Float8Weight:
         return cls(*quantize_rows(weight_OI), *quantize_rows(weight_OI.t().contiguous()), last_input)
 
     def product(self, x: Tensor, bias_O: Tensor | None, out_TO: Tensor) -> None:
-        """``out = x W^T + bias``. Sums in the tensor cores' own accumulators, which is what inference with 8-bit
+        """``out = x W^T + bias``. Short sums are left to the tensor cores' own accumulators, as inference with 8-bit
         floats does: their error is a small part of the rounding of x and W."""
-        float8_product(*self.last_input.rows(x), self.weight_OI, self.scales_O1, bias_O, out_TO, fast=True)
+        fast = self.weight_OI.shape[1] <= _LONGEST_FAST_SUM
+        float8_product(*self.last_input.rows(x), self.weight_OI, self.scales_O1, bias_O, out_TO, fast=fast)
 
     def input_gradient(self, dy_TO: Tensor) -> Tensor:
         """``dx = dy W``, ``[T, I]``. Sums in fp32: what is lost here is lost again in every layer below."""
