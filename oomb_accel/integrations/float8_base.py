@@ -24,8 +24,8 @@ from oomb_kernels import checksums, float8_product, has_float8_product, quantize
 Rows = tuple[Tensor, Tensor]
 """e4m3 ``[T, I]`` and scales ``[T, 1]``."""
 _LONGEST_FAST_SUM = 4096
-"""Numbers. Of rows that point the same way as the weight's, an H200's own accumulators lost 5 % of the sum of 3,584 products
-and 24 % of one of 18,944; of random rows 0.2 %."""
+"""Numbers. Of rows that point the same way as the weight's, an H200's own accumulators lost 5 % of the sum of 3,584
+products and 24 % of one of 18,944; of random rows 0.2 %."""
 
 
 class LastInput:

@@ -13,8 +13,6 @@ from oomb_accel.plan.sizes import GIB
 
 ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "measured.json").read_text(encoding="utf-8"))["rows"]
 WITHIN = 0.1
-WITHIN_OFFLOADED = 0.15
-"""Of the time of sparse steps whose pages move: not all of them are within 10 %, see docs/estimate.md."""
 TIMED = [row for row in ROWS if "seconds" in row]
 
 
@@ -30,13 +28,8 @@ def estimated(row: dict[str, Any], **settings: Any) -> Estimate:
 
 
 def seconds(row: dict[str, Any]) -> float:
-    """Estimated, with the lists of the row and the compiling that is in it."""
-    return estimated(row, distinct=row.get("distinct")).time.seconds + row.get("compiling_seconds", 0)
-
-
-def limit(row: dict[str, Any]) -> float:
-    sparse = row["job"].get("attention") == "sparse"
-    return WITHIN_OFFLOADED if sparse and estimated(row).memory.plan.offloads else WITHIN
+    """Estimated, with the lists of the row."""
+    return estimated(row, distinct=row.get("distinct")).time.seconds
 
 
 def error(value: float, measured: list[float]) -> float:
@@ -46,7 +39,7 @@ def error(value: float, measured: list[float]) -> float:
 
 @pytest.mark.parametrize("row", TIMED, ids=lambda row: row["row"])
 def test_step_time(row: dict[str, Any]) -> None:
-    assert error(seconds(row), row["seconds"]) < limit(row)
+    assert error(seconds(row), row["seconds"]) < WITHIN
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if "peak_gib" in row], ids=lambda row: row["row"])
