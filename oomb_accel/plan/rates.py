@@ -14,7 +14,7 @@ from oomb_accel.plan.sizes import GIB
 MATRIX = 650 / 989
 """Matrix products of linear layers and head, adapters beside them."""
 FLOAT8 = 1.65
-"""How much faster base products in 8 bits are, with quantising (`oomb bench step --base_dtype float8`: 5.26 s, not 6.73)."""
+"""How much faster base products in 8 bits are, with quantising (`oomb bench step`: 5.26 s, not 6.73)."""
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 573 / 989, 505 / 989
 """Dense attention by library kernels, head_dim 128, with merging."""
 SELECTED_FORWARD, SELECTED_BACKWARD = 450 / 989, 275 / 989

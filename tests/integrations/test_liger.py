@@ -42,7 +42,7 @@ def test_training_and_benchmarks_make_the_same_call(calls: Calls) -> None:
 def test_why_it_does_not_run(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     model = base_model("tiny", CPU)
     assert "runs on cpu" in str(use_liger(model, CPU, fused_loss=True))
-    model.config.model_type = "other"
+    model.config.model_type = "other"  # type: ignore[misc]
     assert use_liger(model, GPU, fused_loss=True) == "It has no kernels for other."
     monkeypatch.delattr(sys.modules["liger_kernel.transformers.monkey_patch"], "_apply_liger_kernel_to_instance")
     sys.modules["liger_kernel"].__spec__ = sys.__spec__
