@@ -333,7 +333,7 @@ def _relora(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, lora_layer.Linear):
             module.merged_adapters.clear()
-            module.lora_B["default"].weight.data.mul_(-0.5)  # not zero, or A would get no gradient
+            module.get_submodule("lora_B.default").get_parameter("weight").data.mul_(-0.5)  # not zero, or A would get no gradient
 
 
 def _swapped(model: Any) -> None:

@@ -19,7 +19,8 @@ _MULTIPLIER = -1640531535
 _PROGRAMS = 64
 """Per tensor: the largest of a 7B is 68 million numbers, and tensors of all sizes are read at once."""
 _BLOCK_WORDS = 2048
-_ALIGNMENT = 16
+_PIECE = 16
+"""Bytes of one access."""
 
 
 def checksum_reference(tensor: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def _checksums_kernel(  # type: ignore[no-untyped-def]
     # grid: (tensors, PROGRAMS). Programs of one tensor take its blocks in turn.
     tensor, program = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     words = tl.multiple_of(tl.load(table + 2 * tensor).to(tl.pointer_type(tl.int32)), 16)
-    num_words = tl.load(table + 2 * tensor + 1)
+    num_words = tl.load(table + 2 * tensor + 1) * 4  # known to be fours: masks do not split accesses of 16 bytes
     lane = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int64)
     for start in range(program * BLOCK, num_words, PROGRAMS * BLOCK):
@@ -52,10 +53,10 @@ def launch_checksums(tensors: Sequence[Tensor]) -> Tensor:
     """The Triton kernel, one launch for all tensors of a device: int64 ``[tensors]``. Reads each once.
 
     Args:
-        tensors: contiguous, of whole words, and aligned, see `_is_whole`.
+        tensors: contiguous, of whole pieces of 16 bytes, see `_is_whole`.
     """
     device = tensors[0].device
-    table = torch.tensor([(t.data_ptr(), t.numel() * t.element_size() // 4) for t in tensors], device=device)
+    table = torch.tensor([(t.data_ptr(), t.numel() * t.element_size() // _PIECE) for t in tensors], device=device)
     sums = torch.empty(len(tensors), _PROGRAMS, dtype=torch.int64, device=device)
     with torch.cuda.device_of(tensors[0]):
         _checksums_kernel[(len(tensors), _PROGRAMS)](
@@ -82,4 +83,4 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 def _is_whole(tensor: Tensor) -> bool:
     """Whether the kernel can read it."""
     num_bytes = tensor.numel() * tensor.element_size()
-    return tensor.is_contiguous() and num_bytes % 4 == 0 and tensor.data_ptr() % _ALIGNMENT == 0
+    return tensor.is_contiguous() and not num_bytes % _PIECE and not tensor.data_ptr() % _PIECE
