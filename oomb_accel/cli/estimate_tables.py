@@ -122,5 +122,8 @@ def _notes(found: Estimate, longest: int | None) -> list[str]:
         )
     trained = job.model.trained_tokens
     if trained is not None and max(job.tokens, longest or 0) > trained:
-        notes.append(f"The positions of this model are made for {trained:,} tokens: set rope_parameters for more.")
+        notes.append(
+            f"The positions of {job.model.name} are made for {trained:,} tokens by its config (max_position_embeddings, "
+            "RoPE): set rope_parameters for more."
+        )
     return notes
