@@ -21,6 +21,8 @@ from oomb_accel.plan import (
     estimate,
     gpu_named,
     largest_tokens,
+    longest_on_this_machine,
+    nearest,
     read_shape,
     settings_of,
     suggestions,
@@ -52,15 +54,22 @@ def main(arguments: Sequence[str]) -> int:
     found = estimate(job)
     changes = [] if found.fits else suggestions(job)
     longest = largest_tokens(job)
+    stays = any(not change.other_machine for change in changes)
+    changed = None if found.fits or stays else longest_on_this_machine(job)
+    near = "" if found.fits or changes else nearest(job)
     if options.json:
         report: dict[str, Any] = found.as_dict() | {"largest_tokens": longest}
         if options.price is not None:
             report["cost_per_million_tokens"] = found.cost_per_million_tokens(options.price)
         report["chosen"] = reasons
         report["suggestions"] = [{"change": s.change} | s.estimate.as_dict() for s in changes]
+        if changed is not None:
+            report["largest_tokens_changed"] = {"change": changed.change, "tokens": changed.estimate.job.tokens}
+        if near:
+            report["nearest"] = near
         print(json.dumps(report, indent=2))
     else:
-        print(estimate_report(found, longest, changes, options.price, reasons))
+        print(estimate_report(found, longest, changes, options.price, reasons, changed, near))
     return 0 if found.fits else 1
 
 
