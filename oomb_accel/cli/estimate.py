@@ -305,7 +305,11 @@ def _parser() -> Parser:
     settings.add_argument("--page_tokens", type=num_tokens)
     settings.add_argument("--page_dtype", choices=["model", "float8"])
     settings.add_argument("--page_grad_dtype", choices=["float32", "bfloat16", "auto"])
-    settings.add_argument("--base_dtype", choices=["model", "float8"])
+    settings.add_argument(
+        "--base_dtype",
+        choices=["model", "float8"],
+        help="float8 is for speed and costs memory: copies beside the weights, 12 GiB for a 7B",
+    )
     settings.add_argument("--keep_outputs", choices=list(_SWITCH))
     settings.add_argument("--offload", choices=list(_SWITCH))
     settings.add_argument(

@@ -262,13 +262,14 @@ def _machine(job: Job) -> str:
 
 
 def _gpus_with_settings(job: Job) -> Iterator[Suggestion]:
+    """The fewest GPUs of a host with which settings that compute the same are enough."""
     for gpus in _GPUS_OF_A_HOST:
         wider = _on(job, gpus)
-        sets = _together(wider) if gpus > job.num_gpus else []
-        for wanted in sets:
-            found = _suggestion(wider, wanted)
+        chunks = [{"chunk_tokens": tokens} for tokens in _smaller_chunks(wider)]
+        wanted = _cumulated(wider, _harmless(wider), chunks) if gpus > job.num_gpus else None
+        if wanted is not None:
+            found = _suggestion(wider, _without_unnecessary(wider, wanted))
             yield replace(found, change=f"with {_machine(wider)}: {found.change}")
-        if sets:
             return
 
 
