@@ -105,8 +105,9 @@ class OombConfig(_Given):
 
     base_dtype: Literal["model", "float8"] = "model"
     """What the decoder's frozen linear layers multiply in. ``"float8"`` makes their products from 8-bit floats (e4m3)
-    with a scale for each row, which is faster and changes loss and gradients a little, see docs/numerics.md. Two copies
-    of these weights take what they take in bf16 once more. Needs adapters, Ada, Hopper or later, and no ZeRO 3."""
+    with a scale for each row, which is faster and changes loss and gradients a little, see docs/numerics.md. It
+    costs memory: two copies in 8 bits beside the weights, as much as these take in bf16 once more, 12 GiB for a 7B.
+    Needs adapters, Ada, Hopper or later, and no ZeRO 3."""
 
     offload: bool | Auto = "auto"
     """Keep pages that the device has no room for in host memory. ``"auto"`` does so where they do not fit; False lets

@@ -87,6 +87,8 @@ def _measured(
     measure = device_times(device, _REPEATS) if on_gpu else host_times(_REPEATS)
     result = bench_step(sizes, measure, device, on_stage=lambda stage: print(stage, file=sys.stderr))
     print(_table(result))
+    if not on_gpu:
+        print("On a CPU this ratio means nothing: the ceiling is of GPUs. A run here only shows that everything works.")
     measured = reference_of(result, gpu, versions)
     known = matching(references, measured)
     slower = None if known is None else regression(measured, known)

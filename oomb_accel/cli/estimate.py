@@ -21,6 +21,8 @@ from oomb_accel.plan import (
     estimate,
     gpu_named,
     largest_tokens,
+    longest_on_this_machine,
+    nearest,
     read_shape,
     settings_of,
     suggestions,
@@ -52,15 +54,22 @@ def main(arguments: Sequence[str]) -> int:
     found = estimate(job)
     changes = [] if found.fits else suggestions(job)
     longest = largest_tokens(job)
+    stays = any(not change.other_machine for change in changes)
+    changed = None if found.fits or stays else longest_on_this_machine(job)
+    near = "" if found.fits or changes else nearest(job)
     if options.json:
         report: dict[str, Any] = found.as_dict() | {"largest_tokens": longest}
         if options.price is not None:
             report["cost_per_million_tokens"] = found.cost_per_million_tokens(options.price)
         report["chosen"] = reasons
         report["suggestions"] = [{"change": s.change} | s.estimate.as_dict() for s in changes]
+        if changed is not None:
+            report["largest_tokens_changed"] = {"change": changed.change, "tokens": changed.estimate.job.tokens}
+        if near:
+            report["nearest"] = near
         print(json.dumps(report, indent=2))
     else:
-        print(estimate_report(found, longest, changes, options.price, reasons))
+        print(estimate_report(found, longest, changes, options.price, reasons, changed, near))
     return 0 if found.fits else 1
 
 
@@ -296,7 +305,11 @@ def _parser() -> Parser:
     settings.add_argument("--page_tokens", type=num_tokens)
     settings.add_argument("--page_dtype", choices=["model", "float8"])
     settings.add_argument("--page_grad_dtype", choices=["float32", "bfloat16", "auto"])
-    settings.add_argument("--base_dtype", choices=["model", "float8"])
+    settings.add_argument(
+        "--base_dtype",
+        choices=["model", "float8"],
+        help="float8 is for speed and costs memory: copies beside the weights, 12 GiB for a 7B",
+    )
     settings.add_argument("--keep_outputs", choices=list(_SWITCH))
     settings.add_argument("--offload", choices=list(_SWITCH))
     settings.add_argument(

@@ -20,6 +20,8 @@ def estimate_report(
     changes: Sequence[Suggestion],
     price: float | None,
     reasons: Sequence[str] = (),
+    changed: Suggestion | None = None,
+    near: str = "",
 ) -> str:
     """Memory, traffic, time, cost, and what to change.
 
@@ -28,6 +30,9 @@ def estimate_report(
         changes: that make the job fit.
         price: of one GPU for an hour.
         reasons: for settings that were chosen.
+        changed: the longest document that fits on this machine with other settings; None where it was not looked for,
+            or there is none.
+        near: what comes nearest where nothing makes the job fit.
     """
     job, memory, time = found.job, found.memory, found.time
     available = job.gpu.memory_bytes
@@ -54,7 +59,7 @@ def estimate_report(
     ]
     if price is not None:
         lines.append(f"  {'cost of a million tokens':<{_WIDTH}}{found.cost_per_million_tokens(price):>11,.3f}")
-    lines += ["", *_verdict(found, longest, changes), "", *_notes(found, longest)]
+    lines += ["", *_verdict(found, longest, changes, changed, near), "", *_notes(found, longest)]
     return folded("\n".join(lines))
 
 
@@ -82,17 +87,22 @@ def _row(name: str, value: float) -> str:
     return f"  {name:<{_WIDTH}}{value:>11,.{digits}f}"
 
 
-def _verdict(found: Estimate, longest: int | None, changes: Sequence[Suggestion]) -> list[str]:
+def _verdict(
+    found: Estimate, longest: int | None, changes: Sequence[Suggestion], changed: Suggestion | None, near: str
+) -> list[str]:
     lines = ["It fits." if found.fits else f"It does not fit. {found.refusal}"]
     if changes:
         lines += ["", "Any line of these makes it fit:"]
         lines += [line for suggestion in changes for line in _change(suggestion)]
     elif not found.fits:
-        lines.append("No change of these settings makes it fit.")
+        lines += ["No change of these settings makes it fit.", *([near] if near else [])]
     if longest is None:
         return lines
     what = f"The longest document that fits with these settings: {longest:,} tokens."
-    return [*lines, what if longest else "With these settings no document fits, however short."]
+    lines.append(what if longest else "With these settings no document fits, however short.")
+    if changed is not None and changed.change:
+        lines.append(f"On this machine at most: {changed.estimate.job.tokens:,} tokens, with {changed.change}.")
+    return lines
 
 
 def _change(suggestion: Suggestion) -> list[str]:
@@ -122,5 +132,8 @@ def _notes(found: Estimate, longest: int | None) -> list[str]:
         )
     trained = job.model.trained_tokens
     if trained is not None and max(job.tokens, longest or 0) > trained:
-        notes.append(f"The positions of this model are made for {trained:,} tokens: set rope_parameters for more.")
+        notes.append(
+            f"The positions of {job.model.name} are made for {trained:,} tokens by its config "
+            "(max_position_embeddings, RoPE): set rope_parameters for more."
+        )
     return notes

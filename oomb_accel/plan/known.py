@@ -37,13 +37,13 @@ _SELECTED_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 768, "num_experts"
 
 KNOWN: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": _sizes("qwen2", 896, 4864, 24, 14, 2, 151936, 32768, tied=True),
-    "qwen2.5-1.5b": _sizes("qwen2", 1536, 8960, 28, 12, 2, 151936, 32768, tied=True),
+    "qwen2.5-1.5b": _sizes("qwen2", 1536, 8960, 28, 12, 2, 151936, 131072, tied=True),
     "qwen2.5-3b": _sizes("qwen2", 2048, 11008, 36, 16, 2, 151936, 32768, tied=True),
-    "qwen2.5-7b": _sizes("qwen2", 3584, 18944, 28, 28, 4, 152064, 32768),
+    "qwen2.5-7b": _sizes("qwen2", 3584, 18944, 28, 28, 4, 152064, 131072),
     "qwen2.5-7b-instruct-1m": _sizes("qwen2", 3584, 18944, 28, 28, 4, 152064, 1010000),
-    "qwen2.5-14b": _sizes("qwen2", 5120, 13824, 48, 40, 8, 152064, 32768),
-    "qwen2.5-32b": _sizes("qwen2", 5120, 27648, 64, 40, 8, 152064, 32768),
-    "qwen2.5-72b": _sizes("qwen2", 8192, 29568, 80, 64, 8, 152064, 32768),
+    "qwen2.5-14b": _sizes("qwen2", 5120, 13824, 48, 40, 8, 152064, 131072),
+    "qwen2.5-32b": _sizes("qwen2", 5120, 27648, 64, 40, 8, 152064, 131072),
+    "qwen2.5-72b": _sizes("qwen2", 8192, 29568, 80, 64, 8, 152064, 131072),
     "qwen3-0.6b": _sizes("qwen3", 1024, 3072, 28, 16, 8, 151936, 40960, tied=True, head_dim=128),
     "qwen3-1.7b": _sizes("qwen3", 2048, 6144, 28, 16, 8, 151936, 40960, tied=True, head_dim=128),
     "qwen3-4b": _sizes("qwen3", 2560, 9728, 36, 32, 8, 151936, 40960, tied=True, head_dim=128),
@@ -62,6 +62,9 @@ KNOWN: dict[str, dict[str, Any]] = {
     "smollm2-135m": _sizes("llama", 576, 1536, 30, 9, 3, 49152, 8192, tied=True),
 }
 """Fields of config.json by the name of the model, in small letters and without its organisation."""
+
+for _size in ("0.5b", "1.5b", "3b", "7b", "14b", "32b", "72b"):  # base models from 1.5B on, but for the 3B, say 131072
+    KNOWN[f"qwen2.5-{_size}-instruct"] = KNOWN[f"qwen2.5-{_size}"] | {"max_position_embeddings": 32768}
 
 _VARIANTS = ("-instruct", "-base", "-chat", "-hf", "-2507")
 

@@ -160,11 +160,11 @@ def _sinks(layout: PageLayout, schedule: ChunkSchedule) -> int:
 def _layer_pages(layout: PageLayout, schedule: ChunkSchedule) -> int:
     """Pages that one KV head of the hungriest layer needs at once: a chunk's own, and a span of its past or what it
     selects."""
-    most = 0.0
+    most, dense = 0.0, layout.full_layers > 0
     for chunk in schedule.chunks:
         past = len(chunk.past_pages)
         span = min(past, max(1, layout.span_tokens // layout.page_tokens))
-        need = span if layout.full_layers or not layout.selects(past) else 0
+        need = span if dense or not layout.selects(past) else 0
         if layout.sparse_layers and layout.selects(past):
             need = max(need, int(layout.distinct_pages(past, chunk.num_tokens)) + 1)
         most = max(most, need + len(chunk.own_pages))

@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from oomb_accel.plan.pages import PageDemand
 from oomb_accel.plan.sizes import GIB
 
 _LEAST_GRADIENT_SHARE = 0.25
 """Of the device memory for pages, where values do not fit as a whole."""
-_SHORTEST_CHUNK = 256
+SHORTEST_CHUNK = 256
 """Tokens; nobody is told to take less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What to change, as a message ends with it."""
+
+    text: str
+    """The change as a user would write it; a whole sentence where there are no settings."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """By the names of a `Job`'s fields."""
+    why: str = ""
+    enough: bool = True
+    """Whether nothing else needs to change."""
+    short: str = ""
+    """What is short, and by how much."""
+
+    def line(self) -> str:
+        if not self.settings:
+            return f"  {self.text}"
+        short = f"; {self.short}" if self.short else ""
+        if self.enough:
+            return f"  Set {self.text}{', ' if self.why else ''}{self.why}{short}."
+        why = f", {self.why}," if self.why else ""
+        return f"  {self.text}{why} {'is' if len(self.settings) == 1 else 'are'} part of it{short}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +54,8 @@ class MemoryPlan:
     fits: bool
     message: str
     """What does not fit, in three lines; empty where everything does."""
+    remedy: Remedy | None = None
+    """The third of these lines. Whether it is enough is said of the pages alone."""
 
     @property
     def offloads(self) -> bool:
@@ -70,15 +97,21 @@ def plan_memory(
     if whole <= room:
         return MemoryPlan(demand.value_bytes, demand.gradient_bytes, 0, True, "")
     if offload is False:
-        return MemoryPlan(demand.value_bytes, demand.gradient_bytes, 0, False, _without_offload(demand, room))
+        return _refused(
+            demand.value_bytes, demand.gradient_bytes, 0, *_without_offload(demand, room, host_budget_bytes)
+        )
     if least > room:
         chunk = _Chunk(chunk_tokens, activation_bytes)
         refusal = _too_small(demand, room, chunk, host_budget_bytes, device_pages_bytes, zero_stage)
-        return MemoryPlan(demand.least_value_bytes, demand.least_gradient_bytes, 0, False, refusal)
+        return _refused(demand.least_value_bytes, demand.least_gradient_bytes, 0, *refusal)
     values, gradients, must = _divide(demand, room)
     if must > host_budget_bytes:
-        return MemoryPlan(values, gradients, must, False, _too_little_host(demand, must, host_budget_bytes, room))
+        return _refused(values, gradients, must, *_too_little_host(demand, must, host_budget_bytes, room))
     return MemoryPlan(values, gradients, must, True, "")
+
+
+def _refused(values: int, gradients: int, host: int, what: str, remedy: Remedy) -> MemoryPlan:
+    return MemoryPlan(values, gradients, host, False, f"{what}\n{remedy.line()}", remedy)
 
 
 def _divide(demand: PageDemand, room: int) -> tuple[int, int, int]:
@@ -127,14 +160,23 @@ def least_host_bytes(demand: PageDemand, kept_value_bytes: int, kept_gradient_by
     return max(1, values, demand.living_bytes - kept_value_bytes - kept_gradient_bytes)
 
 
-def _without_offload(demand: PageDemand, room: int) -> str:
+def _without_offload(demand: PageDemand, room: int, host_budget_bytes: int) -> tuple[str, Remedy]:
     whole = demand.value_bytes + demand.gradient_bytes
-    return (
+    what = (
         "The pages of this document do not fit on the GPU.\n"
         f"  They take {_gib(whole)} ({_gib(demand.value_bytes)} of K and V, {_gib(demand.gradient_bytes)} of "
-        f"gradients); {_gib(max(0, room))} are free beside one chunk.\n"
-        "  Set offload='auto', which keeps the rest in host memory."
+        f"gradients); {_gib(max(0, room))} are free beside one chunk."
     )
+    enough = _has_room(demand, room, host_budget_bytes)
+    return what, Remedy("offload='auto'", {"offload": "auto"}, "which keeps the rest in host memory", enough)
+
+
+def _has_room(demand: PageDemand, room: int, host_budget_bytes: int) -> bool:
+    """Whether device and host together hold the pages."""
+    if demand.value_bytes + demand.gradient_bytes <= room:
+        return True
+    least = demand.least_value_bytes + demand.least_gradient_bytes
+    return least <= room and _divide(demand, room)[-1] <= host_budget_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +193,15 @@ def _too_small(
     host_budget_bytes: int,
     device_pages_bytes: int | None,
     zero_stage: int | None,
-) -> str:
+) -> tuple[str, Remedy]:
     least = demand.least_value_bytes + demand.least_gradient_bytes
     if device_pages_bytes is not None and device_pages_bytes == room:
-        remedy = f"Set device_pages_gib={math.ceil(10 * least / GIB) / 10} or more, or 'auto'."
+        gib = math.ceil(10 * least / GIB) / 10
+        remedy = Remedy(
+            f"device_pages_gib={gib} or more, or 'auto'",
+            {"device_pages_bytes": int(gib * GIB)},
+            enough=_has_room(demand, int(gib * GIB), host_budget_bytes),
+        )
     else:
         remedy = _smaller_chunk(demand, room, chunk, host_budget_bytes, zero_stage)
     beside = f"{_gib(chunk.activation_bytes)} of activations and logits"
@@ -162,49 +209,88 @@ def _too_small(
         beside += f" and {_gib(demand.resident_bytes)} of page lists and scales"
     return (
         "The GPU has no room for one chunk and the pages that it needs at once.\n"
-        f"  These pages take {_gib(least)}; {_gib(max(0, room))} are free beside {beside}.\n"
-        f"  {remedy}"
-    )
+        f"  These pages take {_gib(least)}; {_gib(max(0, room))} are free beside {beside}."
+    ), remedy
 
 
-def _smaller_chunk(demand: PageDemand, room: int, chunk: _Chunk, host_budget_bytes: int, zero_stage: int | None) -> str:
-    """The largest chunk, in a power of two, that leaves the device enough for pages, and the host too; where none does
-    both, one for the device, and what else is short."""
+def _smaller_chunk(
+    demand: PageDemand, room: int, chunk: _Chunk, host_budget_bytes: int, zero_stage: int | None
+) -> Remedy:
+    """The largest chunk, in a power of two, that leaves the device enough for pages, and the host too; or one with
+    smaller pages; where none does both, one for the device, and what the host lacks."""
     least = demand.least_value_bytes + demand.least_gradient_bytes
     share = (chunk.activation_bytes + room - least) / max(1, chunk.activation_bytes)
-    tokens = largest = 1 << max(0, int(share * chunk.tokens)).bit_length() >> 1
-    if largest < _SHORTEST_CHUNK:
+    largest = 1 << max(0, int(share * chunk.tokens)).bit_length() >> 1
+    if largest < SHORTEST_CHUNK:
         among = "more GPUs" if zero_stage == 3 else "GPUs (ZeRO 3)"
-        return f"Even short chunks would not fit: divide the model among {among}, or take a larger GPU."
-    while tokens >= _SHORTEST_CHUNK:
-        freed = chunk.activation_bytes * (chunk.tokens - tokens) // chunk.tokens
-        *_, must = _divide(demand, room + freed)
-        if must <= host_budget_bytes:
-            return f"Set chunk_tokens={tokens}."
-        tokens //= 2
-    return (
-        f"Set chunk_tokens={largest}; for the host, of which {_gib(host_budget_bytes)} may be used, {_halving(demand)}."
-    )
+        return Remedy(f"Even short chunks would not fit: divide the model among {among}, or take a larger GPU.")
+
+    def room_with(tokens: int) -> int:
+        return room + chunk.activation_bytes * (chunk.tokens - tokens) // chunk.tokens
+
+    sizes = [largest >> halvings for halvings in range(largest.bit_length()) if largest >> halvings >= SHORTEST_CHUNK]
+    smaller = list(_halvings(demand))
+    for change, pages in ((None, demand), *smaller):
+        for tokens in sizes:
+            if _has_room(pages, room_with(tokens), host_budget_bytes):
+                return _with_chunk(tokens, change)
+    pages = smaller[0][1] if smaller else demand
+    lacks = _divide(pages, room_with(largest))[-1] - host_budget_bytes
+    short = f"host memory, of which {_gib(host_budget_bytes)} may be used, stays short by {_gib(lacks)}"
+    return replace(_with_chunk(largest, smaller[0][0] if smaller else None), enough=False, short=short)
 
 
-def _too_little_host(demand: PageDemand, must: int, budget: int, room: int) -> str:
-    remedy = _halving(demand)
-    return (
+def _with_chunk(tokens: int, change: Remedy | None) -> Remedy:
+    chunk = f"chunk_tokens={tokens}"
+    if change is None:
+        return Remedy(chunk, {"chunk_tokens": tokens})
+    return Remedy(f"{chunk} and {change.text}", {"chunk_tokens": tokens, **change.settings})
+
+
+def _too_little_host(demand: PageDemand, must: int, budget: int, room: int) -> tuple[str, Remedy]:
+    what = (
         "Host memory is too small for the pages of this document.\n"
-        f"  {_gib(must)} are needed beside {_gib(room)} on the GPU; {_gib(budget)} may be used.\n"
-        f"  {remedy[0].upper()}{remedy[1:]}; host memory is short by {_gib(must - budget)}."
+        f"  {_gib(must)} are needed beside {_gib(room)} on the GPU; {_gib(budget)} may be used."
     )
+    short = f"host memory is short by {_gib(must - budget)}"
+    smaller = list(_halvings(demand))
+    for change, pages in smaller:
+        if _has_room(pages, room, budget):
+            return what, replace(change, short=short)
+    if smaller:
+        return what, replace(smaller[0][0], short=short, enough=False)
+    kept = min(demand.value_bytes, max(0, room - demand.least_gradient_bytes))
+    if demand.most_bytes is not None and demand.value_bytes - kept <= budget:
+        advice = "Set page_budget lower, so that fewer pages have gradients at one moment"
+    else:
+        advice = "Shorten the document, or give chunks fewer tokens and pages more of the GPU"
+    return what, Remedy(f"{advice}; {short}.")
 
 
-def _halving(demand: PageDemand) -> str:
-    """What makes pages take less of the host."""
+def _halvings(demand: PageDemand) -> Iterator[tuple[Remedy, PageDemand]]:
+    """What makes pages smaller, and these pages. Of the bytes that exist at one moment no more than those of the other
+    kind stay as they are."""
+    values, gradients, most = demand.value_bytes, demand.gradient_bytes, demand.most_bytes
     if demand.grad_dtype == "float32":
-        return "set page_grad_dtype='bfloat16', which halves the gradients"
+        yield (
+            Remedy("page_grad_dtype='bfloat16'", {"page_grad_dtype": "bfloat16"}, "which halves the gradients"),
+            replace(
+                demand,
+                gradient_bytes=gradients // 2,
+                least_gradient_bytes=max(demand.least_gradient_bytes // 2, demand.mean_key_bytes),
+                most_bytes=None if most is None else min(most, (most + values) // 2),
+            ),
+        )
     if demand.value_dtype != "float8":
-        return "set page_dtype='float8', which halves K and V"
-    if demand.most_bytes is not None:
-        return "set page_budget lower, so that fewer pages have gradients at one moment"
-    return "shorten the document, or give chunks fewer tokens and pages more of the GPU"
+        yield (
+            Remedy("page_dtype='float8'", {"page_dtype": "float8"}, "which halves K and V"),
+            replace(
+                demand,
+                value_bytes=values // 2,
+                least_value_bytes=demand.least_value_bytes // 2,
+                most_bytes=None if most is None else min(most, (most + gradients) // 2),
+            ),
+        )
 
 
 def _gib(num_bytes: int) -> str:

@@ -44,6 +44,7 @@ def test_a_step_is_measured_saved_and_compared(tmp_path: Path, capsys: pytest.Ca
     out = capsys.readouterr().out
     assert code == 0 and report["reference"] is None and "no reference for 'CPU'" in out and "--save FILE" in out
     assert out.count("without Liger's kernels") == 2
+    assert "On a CPU this ratio means nothing" in out
     result = report["result"]
     assert result["tokens_per_second"] == pytest.approx(1100 / result["step_seconds"])
     assert result["ceiling_seconds"] == pytest.approx(sum(part["seconds"] for part in result["parts"]))

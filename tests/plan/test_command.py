@@ -37,7 +37,7 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         *(
             "It fits.",
             "longest document that fits",
-            "made for 32,768 tokens",
+            "Qwen/Qwen2.5-7B are made for 131,072 tokens by its config",
             "Page lists are taken as random",
             "measured on H200s",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,8 @@ from oomb_accel.plan import (
     estimate,
     gpu_named,
     largest_tokens,
+    longest_on_this_machine,
+    nearest,
     read_shape,
     suggestions,
 )
@@ -77,6 +80,66 @@ def test_suggestions_make_it_fit(of: Job) -> None:
         assert [c.estimate.time.seconds for c in part] == sorted(c.estimate.time.seconds for c in part)
 
 
+RIVALS = [
+    job("qwen2.5-72b", num_gpus=8, zero_stage=3),
+    job("qwen2.5-72b", num_gpus=8),
+    job("qwen2.5-72b", M // 32, num_gpus=8, base_dtype="float8"),
+    job(tokens=4 * M, gpu=GPUS["rtx4090"]),
+    job(tokens=M, gpu=GPUS["rtx4090"], chunk_tokens=512, device_pages_bytes=GIB // 4),
+    job("qwen2.5-72b", M // 8),
+]
+
+
+@pytest.mark.parametrize("of", [*REFUSED, *RIVALS])
+def test_a_refusal_says_set_only_where_that_is_enough(of: Job) -> None:
+    remedy = estimate(of).refusal.splitlines()[2]
+    values = {name: eval(value) for name, value in re.findall(r"(\w+)=('\w+'|\d+(?:\.\d+)?)", remedy)}
+    if "device_pages_gib" in values:
+        values = {"device_pages_bytes": int(values["device_pages_gib"] * GIB)}
+    if values:
+        enough = estimate(replace(of, **values)).fits
+        assert remedy.startswith("  Set ") == enough and ("part of it" in remedy) != enough, remedy
+
+
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        (RIVALS[0], "with 3,712 GiB of host memory: page_grad_dtype: bfloat16, chunk_tokens: 4096, page_dtype: float8"),
+        (RIVALS[1], "zero_stage: 3, page_grad_dtype: bfloat16, chunk_tokens: 4096, page_dtype: float8"),
+        (RIVALS[2], "zero_stage: 3, chunk_tokens: 4096, base_dtype: model"),
+        (RIVALS[3], "with 480 GiB of host memory: chunk_tokens: 1024, page_grad_dtype: bfloat16"),
+        (RIVALS[5], "with 2 GPUs with ZeRO 3, 256 GiB of host memory: chunk_tokens: 2048"),
+    ],
+)
+def test_settings_together_and_with_a_larger_machine(of: Job, expected: str) -> None:
+    """None that is named can be left out, and less host memory is not enough."""
+    changes = suggestions(of)
+    assert all(change.estimate.fits for change in changes)
+    (found,) = [change for change in changes if change.change.endswith(expected)]
+    assert found.other_machine == ("host memory" in found.change)
+    works = found.estimate.job
+    for name in ("zero_stage", "chunk_tokens", "page_dtype"):
+        if getattr(works, name) != getattr(of, name) and works.num_gpus == of.num_gpus:
+            assert not estimate(replace(works, **{name: getattr(of, name)})).fits, name
+    if works.num_gpus == of.num_gpus and works.host_bytes > of.host_bytes:
+        assert not estimate(replace(works, host_bytes=works.host_bytes - 32 * GIB)).fits
+
+
+def test_zero_3_is_tried_where_there_are_gpus() -> None:
+    of = job("qwen2.5-72b", M // 128, num_gpus=8, chunk_tokens=1024)
+    assert estimate(of).refusal.endswith("Set zero_stage=3, which divides it among the 8 GPUs (--zero 3).")
+    assert [change.change for change in suggestions(of)] == ["zero_stage: 3"]
+
+
+def test_the_longest_document_with_other_settings() -> None:
+    of = RIVALS[0]
+    longest = longest_on_this_machine(of)
+    assert longest is not None and longest.estimate.fits and longest.estimate.job.tokens > 20 * largest_tokens(of)
+    assert longest.estimate.job.num_gpus == 8 and longest.estimate.job.host_bytes == of.host_bytes
+    more = replace(longest.estimate.job, tokens=longest.estimate.job.tokens + of.page_tokens)
+    assert not estimate(more).fits
+
+
 def test_several_settings_come_before_another_machine() -> None:
     """None of them is enough alone."""
     first, *others = suggestions(job(model="qwen3-8b", tokens=2 * M))
@@ -96,7 +159,11 @@ def test_a_suggestion_changes_what_it_says() -> None:
 def test_what_no_setting_can_help() -> None:
     huge = job(model="llama-3.1-70b", tokens=M // 8, num_gpus=4, zero_stage=3, gpu=GPUS["rtx4090"])
     assert "Divide it among more GPUs" in estimate(huge).refusal
-    assert suggestions(huge) == [] and largest_tokens(huge) == 0
+    assert suggestions(huge) == [] and largest_tokens(huge) == 0 and longest_on_this_machine(huge) is None
+    found = re.search(r"each GPU is short by (\d+) GiB; on (\d+) such GPUs", nearest(huge))
+    assert found is not None and found[2] == "16"
+    larger = replace(huge.gpu, memory_bytes=huge.gpu.memory_bytes + int(found[1]) * GIB)
+    assert suggestions(replace(huge, gpu=larger))
 
 
 def test_under_zero_3_weights_are_divided_but_for_what_is_at_work() -> None:
@@ -121,7 +188,10 @@ def test_base_weights_in_8_bits() -> None:
     assert plain.time.seconds - copied.time.seconds == pytest.approx(gained)
     by_change = {s.change: s.estimate.job for s in suggestions(REFUSED[-1])}
     assert by_change["base_dtype: model"] == replace(REFUSED[-1], base_dtype="model")
-    assert estimate(REFUSED[-2]).refusal.endswith("Set base_dtype='model', which takes 12.2 GiB less.")
+    assert (
+        estimate(REFUSED[-2]).refusal.endswith("is part of it.")
+        and "which takes 12.2 GiB less" in estimate(REFUSED[-2]).refusal
+    )
 
 
 @pytest.mark.parametrize(("more", "what"), [({"lora_r": 0}, "adapters"), ({"zero_stage": 3, "num_gpus": 2}, "ZeRO 2")])

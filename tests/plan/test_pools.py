@@ -109,9 +109,12 @@ def test_a_chunk_that_fits_the_device_must_leave_the_host_enough() -> None:
     assert found.message.splitlines()[2] == "  Set chunk_tokens=2048."
     assert not plan(pages, 33 * GIB, host=101 * GIB, activation_bytes=20 * GIB, chunk_tokens=4096).fits
     assert plan(pages, 33 * GIB, host=101 * GIB, activation_bytes=10 * GIB, chunk_tokens=2048).fits
+    both = plan(pages, 33 * GIB, host=85 * GIB, activation_bytes=40 * GIB)
+    assert both.message.splitlines()[2] == "  Set chunk_tokens=4096 and page_grad_dtype='bfloat16'."
     nothing = plan(pages, 33 * GIB, host=50 * GIB, activation_bytes=40 * GIB).message.splitlines()[2]
-    assert nothing.startswith("  Set chunk_tokens=4096; for the host, of which 50.0 GiB may be used")
-    assert nothing.endswith("set page_grad_dtype='bfloat16', which halves the gradients.")
+    assert nothing.startswith(
+        "  chunk_tokens=4096 and page_grad_dtype='bfloat16' are part of it; host memory, of which"
+    )
 
 
 def test_a_limit_on_the_pools() -> None:

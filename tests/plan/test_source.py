@@ -47,6 +47,11 @@ def test_variants_have_the_sizes_of_their_base() -> None:
     assert known_name("Qwen/Qwen3-4B-Instruct-2507") == "qwen3-4b"
 
 
+@pytest.mark.parametrize(("name", "tokens"), [("7B", 131072), ("7B-Instruct", 32768), ("3B", 32768), ("72B", 131072)])
+def test_positions_of_base_and_instruct_models_differ(name: str, tokens: int) -> None:
+    assert read_shape(f"Qwen/Qwen2.5-{name}").trained_tokens == tokens
+
+
 def test_the_cache_comes_before_what_is_known(no_hub: Path) -> None:
     cached = no_hub / "models--Qwen--Qwen2.5-7B"
     write_config(cached / "snapshots" / "abc")
