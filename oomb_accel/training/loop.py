@@ -170,7 +170,7 @@ def _says_what_is_left(run: Run) -> Iterator[None]:
         _save_what_is_done(run)
         saved = run.folder.last_saved or run.folder.resume
         where = f"the last save is {saved}{_how_to_go_on(run)}" if saved else _nothing_saved(run.summary.steps)
-        logged = f"; losses are in {run.folder.path / METRICS}" if (run.folder.path / METRICS).is_file() else ""
+        logged = f"; losses are in {run.folder.path / METRICS}" if run.summary.steps else ""
         run.say(where + logged)
         if isinstance(error, KeyboardInterrupt) and run.accelerator.num_processes > 1:
             run.say(_OF_THE_LAUNCHER)

@@ -16,6 +16,7 @@ from oomb_accel.integrations.prepare import prepare_with
 from oomb_accel.integrations.rope import check_length
 from oomb_accel.integrations.step_metrics import StepMetrics
 from oomb_accel.integrations.timeout import set_timeout
+from oomb_accel.plan import check_base_dtype
 from oomb_accel.progress import ProgressLine
 from oomb_accel.sampler import LengthBalancedSampler
 from oomb_accel.setting_text import dtype_name
@@ -52,6 +53,8 @@ def prepare(recipe: Recipe) -> Run:
     accelerator = make_accelerator(recipe)
     resolved = _settings(recipe, accelerator)
     recipe.oomb, folder.origins = resolved.config, dict(resolved.origins)
+    if recipe.oomb.enabled:
+        check_base_dtype(recipe.oomb.base_dtype, lora_r=recipe.lora_r, zero_stage=zero_stage(accelerator))
     if folder.resume is not None:
         check_same_function(recipe, folder.resume, read_progress(folder.resume)["recipe"])
     set_seed(recipe.seed)
