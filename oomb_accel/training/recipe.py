@@ -173,7 +173,7 @@ class Recipe:
 
     eval_last_tokens: int = 0
     """Measure the loss on this many last tokens of the first document, with all the document before them as
-    context, before and after training; 0 measures nothing."""
+    context, before and after training; 0 measures nothing. All of a document that has fewer."""
 
     oomb: OombConfig = field(default_factory=OombConfig)
     """Settings of the chunk recurrence: chunk_tokens, page_tokens, backend, and so on."""

@@ -60,6 +60,7 @@ def prepare(recipe: Recipe) -> Run:
     set_seed(recipe.seed)
     tokenizer = load_tokenizer(recipe)
     corpus = load_corpus(recipe, tokenizer)
+    _cap_last_tokens(recipe, corpus)
     model = load_model(recipe)
     identity_of_base = model_digest(model)
     num_embeddings = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -139,6 +140,16 @@ def _check_model(model: nn.Module, recipe: Recipe, corpus: Corpus, accelerator: 
                 f"DeepSpeed trains in fp32 here, and the weights are {dtype_name(odd)}.\n"
                 "  Got mixed precision no.\n  Set mixed_precision: bf16, or torch_dtype: float32."
             )
+
+
+def _cap_last_tokens(recipe: Recipe, corpus: Corpus) -> None:
+    """No more tokens than can be predicted in the first document: its first one cannot. A note says so."""
+    most = corpus.documents.num_tokens()[0] - 1
+    if recipe.eval_last_tokens > most:
+        corpus.notes.append(
+            f"eval_last_tokens={most} instead of {recipe.eval_last_tokens}: the first document has no more"
+        )
+        recipe.eval_last_tokens = most
 
 
 def _deepspeed_casts(accelerator: Accelerator) -> bool:
