@@ -124,7 +124,7 @@ def test_empty_files_of_a_list_are_left_out(load_paths: Load, tmp_path: Path) ->
     corpus = load_paths(*paths)
     assert [one.name for one in corpus.documents] == [str(tmp_path / "b.txt")]
     assert corpus.notes == [f"skipped 4 (4 empty): {paths[0]}, {paths[2]}, {paths[3]}, ..."]
-    with pytest.raises(ValueError, match="a.txt is empty"):
+    with pytest.raises(ValueError, match=r"a\.txt is empty"):
         load_paths(paths[0], paths[2])
 
 
