@@ -205,8 +205,8 @@ class Recipe:
             raise ValueError(
                 "Two settings say how long to train.\n"
                 f"  Got max_steps={self.max_steps} and num_train_epochs={self.num_train_epochs}.\n"
-                "  Leave num_train_epochs out (max_steps counts optimizer steps), or max_steps (num_train_epochs counts "
-                "passes over the data)."
+                "  Leave num_train_epochs out (max_steps counts optimizer steps), "
+                "or max_steps (num_train_epochs counts passes over the data)."
             )
         if self.truncation != "error" and self.max_length is None:
             raise ValueError(
