@@ -71,10 +71,12 @@ def train(recipe: Recipe) -> Summary:
         save_result(run)
         summary.last_tokens_loss_after = _last_tokens_loss(run, "after")
         keep_peaks(run)
+        if run.accelerator.is_main_process:
+            run.folder.save_summary(summary.to_dict() | {"identity": run.identity.to_dict()})
+        if recipe.save_steps:  # for a run with more steps; after the summary, which says that this one is done
+            run.say(f"saved {save_checkpoint(run, run.num_steps)}")
     if run.trackers is not None:
         run.trackers.close()
-    if run.accelerator.is_main_process:
-        run.folder.save_summary(summary.to_dict() | {"identity": run.identity.to_dict()})
     # Accelerate's autocast wrapper lies around our forward and has to go first.
     oomb_accel.disable(run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False))
     run.say(closing(run))

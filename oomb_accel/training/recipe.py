@@ -149,9 +149,9 @@ class Recipe:
     """Print a line every so many steps; metrics.jsonl has every step."""
 
     save_steps: int = 0
-    """Save a checkpoint-N folder every so many steps: the result so far, and what is needed to go on from it;
-    0 saves at the end, and, in a single process only, when a run stops early. On several devices set it: a run that
-    stops early keeps what it has saved before."""
+    """Save a checkpoint-N folder every so many steps and after the last one: the result so far, and what is needed to
+    go on from it. 0 saves only the result, at the end, and, in a single process, a checkpoint when a run stops early.
+    On several devices set it: a run that stops early keeps what it has saved before."""
 
     save_total_limit: int | None = None
     """Keep so many of the latest checkpoints; all of them if left out."""

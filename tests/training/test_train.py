@@ -47,7 +47,7 @@ def test_a_run_leaves_what_it_promises(
     )
     assert summary["last_tokens_loss_after"] < summary["last_tokens_loss_before"]
     assert yaml.safe_load((out / "config.yaml").read_text())["seed"] == 7
-    assert {item.name for item in out.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    assert {item.name for item in out.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
     assert not list(out.glob(".*"))
     printed = capsys.readouterr().out
     for words in (
