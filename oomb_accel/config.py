@@ -7,7 +7,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -295,8 +295,21 @@ def checked_setting(name: str, value: Any) -> Any:
     wanted += ", or 8K: K is 1,024 and M 1,048,576" if name in TOKEN_SETTINGS else ""
     raise ValueError(
         f"{name} has a value that is not allowed.\n  Got {name}={shown(plain_value(value))} ({type(value).__name__}).\n"
-        f"  Allowed: {wanted}."
+        f"  {allowed(value, options, wanted)}"
     )
+
+
+def allowed(value: object, options: Sequence[Any], wanted: str) -> str:
+    """The line of an error that says what a setting takes, first the nearest of its words where one is near.
+
+    Args:
+        options: the types.
+        wanted: these in words.
+    """
+    words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
+    words = [word for word in words if isinstance(word, str)]
+    near = difflib.get_close_matches(value[:100].lower(), words, n=1) if isinstance(value, str) else []
+    return f"{f'Did you mean {near[0]!r}? ' if near else ''}Allowed: {wanted}."
 
 
 def plain_value(value: Any) -> Any:

@@ -50,4 +50,6 @@ def _time(seconds: float) -> str:
 
 def _saves(plan: TrainingPlan) -> str:
     every = plan.recipe.save_steps
-    return f"a checkpoint every {every} steps" if every else "no checkpoints before the end (save_steps: 0)"
+    return (
+        f"a checkpoint every {every} steps and at the end" if every else "no checkpoints before the end (save_steps: 0)"
+    )

@@ -130,11 +130,15 @@ def _check_encodable(name: str, key: str, value: str) -> None:
 
 def _ready(name: str, row: Row) -> Ready:
     ids, labels = row["input_ids"], row.get("labels")
+    if isinstance(ids, list) and not ids:
+        raise ValueError(
+            f'{name} has no tokens.\n  Got input_ids=[].\n  Remove the row, or give it ids: {{"input_ids": [1, 2, 3]}}.'
+        )
     for key, values in (("input_ids", ids), ("labels", ids if labels is None else labels)):
-        if not isinstance(values, list) or not values or any(type(value) is not int for value in values):
+        if not isinstance(values, list) or any(type(value) is not int for value in values):
             raise ValueError(
                 f"{name}: {key} must be a list of whole numbers.\n  Got {str(values)[:60]}.\n"
-                "  Use one flat, non-empty list per row."
+                "  Use one flat list per row."
             )
     if labels is not None and len(labels) != len(ids):
         raise ValueError(

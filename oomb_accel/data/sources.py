@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import re
@@ -15,11 +16,13 @@ from typing import Any
 from oomb_accel.data.folder import chosen, file_names, folder_chunks, list_folder, said
 from oomb_accel.data.rows import READERS, Numbered, optional, read_rows
 from oomb_accel.data.settings import DataSettings
-from oomb_accel.data.text import text_chunks, why_skipped
+from oomb_accel.data.text import BLOCK_BYTES, text_chunks, why_skipped
 from oomb_accel.reading import in_a_line
 from oomb_accel.spelling import called
 
 HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?")
+_NAMED = 3
+"""Most empty files of a list that a note names."""
 _BESIDE_TABLES = {"readme", "license", "licence", "dataset_infos"}
 """Names, without suffix, of files that may lie beside tables and are no data."""
 
@@ -42,12 +45,33 @@ class Source:
 
 
 def find_sources(settings: DataSettings) -> list[Source]:
-    """The sources of all paths, in order.
+    """The sources of all paths, in order; of several, files with nothing in them are left out.
 
     Raises:
         ValueError: there is nothing at a path, or nothing that can be read.
     """
-    return [source for path in settings.paths for source in _sources_of(path, settings)]
+    empty = [path for path in settings.paths if _is_empty(Path(path).expanduser())]
+    paths = [path for path in settings.paths if path not in empty] or settings.paths
+    sources = [source for path in paths for source in _sources_of(path, settings)]
+    if 0 < len(empty) < len(settings.paths):
+        skipped = f"skipped {len(empty)} ({len(empty)} empty): {', '.join(empty[:_NAMED])}"
+        skipped += ", ..." if len(empty) > _NAMED else ""
+        sources[0] = replace(sources[0], note="; ".join(filter(None, (sources[0].note, skipped))))
+    return sources
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether it is a file of white space; what cannot be read is refused elsewhere."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            block = file.read(BLOCK_BYTES).removeprefix(codecs.BOM_UTF8)
+            while block and not block.strip():
+                block = file.read(BLOCK_BYTES)
+    except OSError:
+        return False
+    return not block
 
 
 def _sources_of(name: str, settings: DataSettings) -> list[Source]:

@@ -75,13 +75,7 @@ class Job:
     """None before there is a machine."""
 
     def __post_init__(self) -> None:
-        if self.base_dtype == "float8" and (self.zero_stage == 3 or not self.lora_r):
-            remedy = "ZeRO 2" if self.lora_r else "adapters (lora_r: 16)"
-            raise ValueError(
-                "Base weights in 8 bits must be frozen, and whole on each GPU.\n"
-                f"  Got base_dtype='float8' with {'ZeRO 3' if self.lora_r else 'all weights trained'}.\n"
-                f"  Set base_dtype='model', or use {remedy}."
-            )
+        check_base_dtype(self.base_dtype, lora_r=self.lora_r, zero_stage=self.zero_stage)
 
     def schedule(self) -> ChunkSchedule:
         """The document's chunks; every token but the first is a target."""
@@ -158,3 +152,17 @@ def settings_of(config: OombConfig) -> dict[str, Any]:
         "device_pages_bytes": None if config.device_pages_gib == "auto" else int(config.device_pages_gib * GIB),
         "host_memory_bytes": None if config.host_memory_gib == "auto" else int(config.host_memory_gib * GIB),
     }
+
+
+def check_base_dtype(base_dtype: str, *, lora_r: int, zero_stage: int | None) -> None:
+    """Refuse weights in 8 bits that are trained or held in parts.
+
+    Raises:
+        ValueError: they are.
+    """
+    if base_dtype == "float8" and (zero_stage == 3 or not lora_r):
+        raise ValueError(
+            "Base weights in 8 bits must be frozen, and whole on each GPU.\n"
+            f"  Got base_dtype='float8' with {'ZeRO 3' if lora_r else 'all weights trained'}.\n"
+            f"  Set base_dtype='model', or use {'ZeRO 2' if lora_r else 'adapters (lora_r: 16)'}."
+        )

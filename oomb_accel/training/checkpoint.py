@@ -227,7 +227,6 @@ def _deepspeed(run: Run, **options: Any) -> dict[str, Any]:
 
 
 def _progress(run: Run, step: int) -> dict[str, Any]:
-    run.summary.seconds = time.perf_counter() - run.started
     return {
         "format": FORMAT,
         "step": step,
@@ -236,7 +235,7 @@ def _progress(run: Run, step: int) -> dict[str, Any]:
         "strategy": strategy(run.accelerator),
         "num_processes": run.accelerator.num_processes,
         "identity": run.identity.to_dict(),
-        "summary": run.summary.to_dict(),
+        "summary": run.summary.to_dict() | {"seconds": time.perf_counter() - run.started},
         "recipe": run.recipe.to_dict(),
     }
 

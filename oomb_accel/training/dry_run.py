@@ -20,6 +20,7 @@ from oomb_accel.plan import (
     Gpu,
     Job,
     Suggestion,
+    check_base_dtype,
     choose,
     dtypes_of,
     estimate,
@@ -163,6 +164,8 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
     machine = find_machine(gpu, ranks, plugin, precision=precision)
     resolved = resolve(*gather(None if plugin is None else plugin.deepspeed_config, *recipe.oomb_sources()))
     recipe.oomb = resolved.config
+    if recipe.oomb.enabled:
+        check_base_dtype(recipe.oomb.base_dtype, lora_r=recipe.lora_r, zero_stage=machine.zero_stage)
     if folder.resume is not None:
         check_same_function(recipe, folder.resume, read_progress(folder.resume)["recipe"])
     corpus = load_corpus(recipe, load_tokenizer(recipe))

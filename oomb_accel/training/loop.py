@@ -71,10 +71,12 @@ def train(recipe: Recipe) -> Summary:
         save_result(run)
         summary.last_tokens_loss_after = _last_tokens_loss(run, "after")
         keep_peaks(run)
+        if run.accelerator.is_main_process:
+            run.folder.save_summary(summary.to_dict() | {"identity": run.identity.to_dict()})
+        if recipe.save_steps:  # for a run with more steps; after the summary, which says that this one is done
+            run.say(f"saved {save_checkpoint(run, run.num_steps)}")
     if run.trackers is not None:
         run.trackers.close()
-    if run.accelerator.is_main_process:
-        run.folder.save_summary(summary.to_dict() | {"identity": run.identity.to_dict()})
     # Accelerate's autocast wrapper lies around our forward and has to go first.
     oomb_accel.disable(run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False))
     run.say(closing(run))
@@ -170,7 +172,7 @@ def _says_what_is_left(run: Run) -> Iterator[None]:
         _save_what_is_done(run)
         saved = run.folder.last_saved or run.folder.resume
         where = f"the last save is {saved}{_how_to_go_on(run)}" if saved else _nothing_saved(run.summary.steps)
-        logged = f"; losses are in {run.folder.path / METRICS}" if (run.folder.path / METRICS).is_file() else ""
+        logged = f"; losses are in {run.folder.path / METRICS}" if run.summary.steps else ""
         run.say(where + logged)
         if isinstance(error, KeyboardInterrupt) and run.accelerator.num_processes > 1:
             run.say(_OF_THE_LAUNCHER)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -250,7 +252,19 @@ def _says_what_is_wrong(name: str, *, of_tokenizer: bool = False) -> Iterator[No
                 "  Save it beside the model, with tokenizer.save_pretrained(folder)."
             ) from error
         broken = _broken_file(name) if isinstance(error, SafetensorError) else None
+        if isinstance(error, OSError) and not Path(name).exists():
+            raise load_error(name, _neither_here_nor_there(name, error)) from error
         raise load_error(name, error if broken is None else f"{broken}: {error}; copy it again") from error
+
+
+def _neither_here_nor_there(name: str, error: OSError) -> str:
+    """That a name is no folder, with one that is called like it, and what the hub said."""
+    parent = Path(name).parent
+    folders = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+    near = difflib.get_close_matches(Path(name).name[:100], folders, n=1, cutoff=0.5)
+    meant = f" (did you mean {str(parent / near[0])!r}?)" if near else ""
+    reached = "was not reached" if "connect" in str(error) else "did not give it"
+    return f"There is no folder {name!r} in {os.getcwd()}{meant}, and the hub {reached}: {in_a_line(error)}"
 
 
 def check_folder(name: str) -> None:

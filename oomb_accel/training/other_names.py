@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 _LEAVE = "Leave it out"
 _WEIGHTS = f"{_LEAVE}: weights of a recipe are bf16 or fp32."
 _ATTENTION = f"{_LEAVE}; oomb.backend chooses the attention kernels."
@@ -23,7 +25,7 @@ OTHER_NAMES = {
     "tokenizer_type": f"{_LEAVE}: the model's config says it.",
     "model_revision": "Set revision.",
     "dtype": "Set torch_dtype.",
-    "bf16": "Set mixed_precision: bf16.",
+    "bf16": "Set mixed_precision: bf16, or 'no' on a CPU; auto, the default, does just that.",
     "fp16": "Training runs in bf16 or fp32: set mixed_precision.",
     "tf32": f"{_LEAVE}.",
     "load_in_4bit": _WEIGHTS,
@@ -121,3 +123,24 @@ OTHER_NAMES = {
     "hub_model_id": _NOT_HERE,
 }
 """Names that other trainers use (axolotl, TRL, Unsloth, transformers), or that have no place here."""
+
+
+_READERS = frozenset(("json", "csv", "parquet", "arrow", "text"))
+"""What axolotl has as the path of a dataset whose data_files say where it is."""
+
+
+def remedy_of(key: str, value: Any) -> str:
+    """What to write instead of a key of `OTHER_NAMES`; for axolotl's datasets with the paths in them."""
+    paths = _paths_of(value) if key == "datasets" and isinstance(value, list) else []
+    if not paths:
+        return OTHER_NAMES[key]
+    return f"Set data_path: {paths[0] if len(paths) == 1 else '[' + ', '.join(paths) + ']'}"
+
+
+def _paths_of(datasets: list[Any]) -> list[str]:
+    found: list[Any] = []
+    for item in datasets:
+        path, files = (item.get("path"), item.get("data_files")) if isinstance(item, dict) else (item, None)
+        in_files = files is not None and path in _READERS
+        found += (files if isinstance(files, list) else [files]) if in_files else [path]
+    return [path for path in found if isinstance(path, str)]

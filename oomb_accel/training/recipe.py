@@ -149,9 +149,9 @@ class Recipe:
     """Print a line every so many steps; metrics.jsonl has every step."""
 
     save_steps: int = 0
-    """Save a checkpoint-N folder every so many steps: the result so far, and what is needed to go on from it;
-    0 saves at the end, and, in a single process only, when a run stops early. On several devices set it: a run that
-    stops early keeps what it has saved before."""
+    """Save a checkpoint-N folder every so many steps and after the last one: the result so far, and what is needed to
+    go on from it. 0 saves only the result, at the end, and, in a single process, a checkpoint when a run stops early.
+    On several devices set it: a run that stops early keeps what it has saved before."""
 
     save_total_limit: int | None = None
     """Keep so many of the latest checkpoints; all of them if left out."""
@@ -173,7 +173,7 @@ class Recipe:
 
     eval_last_tokens: int = 0
     """Measure the loss on this many last tokens of the first document, with all the document before them as
-    context, before and after training; 0 measures nothing."""
+    context, before and after training; 0 measures nothing. All of a document that has fewer."""
 
     oomb: OombConfig = field(default_factory=OombConfig)
     """Settings of the chunk recurrence: chunk_tokens, page_tokens, backend, and so on."""
@@ -205,7 +205,8 @@ class Recipe:
             raise ValueError(
                 "Two settings say how long to train.\n"
                 f"  Got max_steps={self.max_steps} and num_train_epochs={self.num_train_epochs}.\n"
-                "  Keep one of them."
+                "  Leave num_train_epochs out (max_steps counts optimizer steps), "
+                "or max_steps (num_train_epochs counts passes over the data)."
             )
         if self.truncation != "error" and self.max_length is None:
             raise ValueError(

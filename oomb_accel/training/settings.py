@@ -8,34 +8,43 @@ import inspect
 import itertools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from oomb_accel.config import OombConfig, unknown_key_message, unknown_message
+from oomb_accel.config import OombConfig, allowed, unknown_key_message, unknown_message
 from oomb_accel.reading import Unreadable, file_text, kind_of, shown, yaml_value
 from oomb_accel.setting_text import TOKEN_SETTINGS, is_choice_of_numbers, whole_numbers, with_unit
-from oomb_accel.training.other_names import OTHER_NAMES
+from oomb_accel.training.other_names import OTHER_NAMES, remedy_of
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Name of a setting and the types that it takes."""
+    """Name of a setting, the types that it takes, and its default."""
 
     name: str
     options: tuple[Any, ...]
+    default: Any
 
     @staticmethod
     def of(cls: type) -> dict[str, Setting]:
         """The settings of a dataclass, by name: what its constructor takes."""
-        resolved, names = typing.get_type_hints(cls), [item.name for item in dataclasses.fields(cls) if item.init]
-        return {name: Setting(name, _options(resolved[name])) for name in names}
+        resolved, fields = typing.get_type_hints(cls), [item for item in dataclasses.fields(cls) if item.init]
+        return {item.name: Setting(item.name, _options(resolved[item.name]), item.default) for item in fields}
 
     def spell(self) -> str:
         """The types in words."""
         text = " or ".join(_spell(option) for option in self.options)
         return f"{text} (of tokens: 131072 or 128K)" if self.name in TOKEN_SETTINGS else text
+
+    def remedy(self, value: Any) -> str:
+        """What to set instead of a value that is not allowed."""
+        words = typing.get_args(self.options[0]) if len(self.options) == 1 else ()
+        if typing.get_origin(self.options[0]) is Literal and len(words) == 1:
+            return f"Set {self.name}: {words[0]}, the only one."
+        example = f", for example {self.default}" if type(self.default) in (int, float) else ""
+        return allowed(value, self.options, self.spell() + example)
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -69,7 +78,7 @@ def check_value(name: str, value: Any, setting: Setting) -> Any:
             continue
     raise ValueError(
         f"{name} has a value that is not allowed.\n  Got {shown(value)} ({type(value).__name__}).\n"
-        f"  Allowed: {setting.spell()}."
+        f"  {setting.remedy(value)}"
     )
 
 
@@ -100,20 +109,22 @@ def read_settings(
     flags = {name: setting for name, setting in settings.items() if name != "oomb"}
     flags |= {f"oomb.{key}": setting for key, setting in block_settings.items()}
     typed = [(flag, flag.lstrip("-").replace("-", "_"), text) for flag, text in _split_flags(overrides, flags)]
-    _refuse_unknown(
+    places = ((str(path), values, settings), (f"the oomb block of {path}", block, block_settings))
+    _refuse_all(
         [
-            *(_unknown(str(key), settings, str(path)) for key in values if key not in settings),
+            *(_unknown(str(key), settings, str(path), value=values[key]) for key in values if key not in settings),
             *(
                 unknown_key_message(str(key), list(block_settings), f"the oomb block of {path}")
                 for key in block
                 if key not in block_settings
             ),
             *(_unknown_option(flag, name, settings, block_settings) for flag, name, _ in typed if name not in flags),
+            *(message for place, given, known in places for message in _wrong_values(place, given, known)),
         ],
         path,
     )
-    values = {key: _at(str(path), key, value, settings[key]) for key, value in values.items()}
-    block = {key: _at(f"the oomb block of {path}", key, value, block_settings[key]) for key, value in block.items()}
+    values = {key: check_value(key, value, settings[key]) for key, value in values.items()}
+    block = {key: check_value(key, value, block_settings[key]) for key, value in block.items()}
     for flag, name, text in typed:
         into = block if name.startswith("oomb.") else values
         into[name.removeprefix("oomb.")] = _from_text(flag, text, flags[name])
@@ -200,8 +211,7 @@ def _from_text(flag: str, text: str, setting: Setting) -> Any:
         except (_Mismatch, ValueError, Unreadable):
             continue
     raise ValueError(
-        f"{flag} on the command line has a value that is not allowed.\n  Got {shown(text)}.\n"
-        f"  Allowed: {setting.spell()}."
+        f"{flag} on the command line has a value that is not allowed.\n  Got {shown(text)}.\n  {setting.remedy(text)}"
     )
 
 
@@ -221,15 +231,19 @@ def _parse(text: str, option: Any) -> Any:
     return text
 
 
-def _at(place: str, name: str, value: Any, setting: Setting) -> Any:
-    try:
-        return check_value(name, value, setting)
-    except ValueError as error:
-        raise ValueError(f"In {place}: {error}") from None
+def _wrong_values(place: str, given: dict[str, Any], known: Mapping[str, Setting]) -> Iterator[str]:
+    """The texts of the errors for values that are not allowed for their settings."""
+    for name, value in given.items():
+        if name in known:
+            try:
+                check_value(name, value, known[name])
+            except ValueError as error:
+                yield f"In {place}: {error}"
 
 
-def _refuse_unknown(messages: list[str], path: Path | None) -> None:
-    """Refuse settings that there are not: one by its message, several together, with the file named once.
+def _refuse_all(messages: list[str], path: Path | None) -> None:
+    """Refuse settings that there are not, and wrong values: one by its message, several together, with the file named
+    once.
 
     Raises:
         ValueError: there is one.
@@ -237,12 +251,16 @@ def _refuse_unknown(messages: list[str], path: Path | None) -> None:
     if len(messages) == 1:
         raise ValueError(messages[0])
     if messages:
-        lines = [m.replace(f" in {path}", "", 1).replace(f" of {path}", "", 1).splitlines() for m in messages]
-        found = (f"{what.removeprefix('Unknown ').rstrip('.')}: {_short(remedy)}" for what, *_, remedy in lines)
+        what = "not known" if all(m.startswith("Unknown") for m in messages) else "not known or have a wrong value"
+        lines = [
+            m.removeprefix(f"In {path}: ").replace(f" in {path}", "", 1).replace(f" of {path}", "", 1).splitlines()
+            for m in messages
+        ]
+        found = (f"{first.removeprefix('Unknown ').rstrip('.')}: {_short(remedy)}" for first, *_, remedy in lines)
         raise ValueError(
             "\n  ".join(
                 (
-                    f"{len(messages)} settings are not known{'' if path is None else f' in {path}'}.",
+                    f"{len(messages)} settings are {what}{'' if path is None else f' in {path}'}.",
                     *found,
                     "Names that other trainers use are in docs/migration.md, all of ours in oomb train --help.",
                 )
@@ -255,11 +273,13 @@ def _short(remedy: str) -> str:
     return "nothing is called like it." if remedy.lstrip().startswith("Valid ") else remedy.strip()
 
 
-def _unknown(key: str, settings: Mapping[str, Setting], place: str, *, option: str | None = None) -> str:
+def _unknown(
+    key: str, settings: Mapping[str, Setting], place: str, *, value: Any = None, option: str | None = None
+) -> str:
     """The text of the error for a key that is no setting of a recipe, or for an option so called."""
     what = f"key {key!r} in {place}" if option is None else f"option {option!r} on the command line"
     if key in OTHER_NAMES:
-        return f"Unknown {what}.\n  Other trainers call something so.\n  {OTHER_NAMES[key]}"
+        return f"Unknown {what}.\n  Other trainers call something so.\n  {remedy_of(key, value)}"
     if key in Setting.of(OombConfig):
         own = f"Set oomb.{key}" if option is None else f"Write --oomb.{key}"
         return f"Unknown {what}.\n  It belongs into the oomb block.\n  {own} instead."

@@ -16,6 +16,7 @@ from oomb_accel.integrations.prepare import prepare_with
 from oomb_accel.integrations.rope import check_length
 from oomb_accel.integrations.step_metrics import StepMetrics
 from oomb_accel.integrations.timeout import set_timeout
+from oomb_accel.plan import check_base_dtype
 from oomb_accel.progress import ProgressLine
 from oomb_accel.sampler import LengthBalancedSampler
 from oomb_accel.setting_text import dtype_name
@@ -52,11 +53,14 @@ def prepare(recipe: Recipe) -> Run:
     accelerator = make_accelerator(recipe)
     resolved = _settings(recipe, accelerator)
     recipe.oomb, folder.origins = resolved.config, dict(resolved.origins)
+    if recipe.oomb.enabled:
+        check_base_dtype(recipe.oomb.base_dtype, lora_r=recipe.lora_r, zero_stage=zero_stage(accelerator))
     if folder.resume is not None:
         check_same_function(recipe, folder.resume, read_progress(folder.resume)["recipe"])
     set_seed(recipe.seed)
     tokenizer = load_tokenizer(recipe)
     corpus = load_corpus(recipe, tokenizer)
+    _cap_last_tokens(recipe, corpus)
     model = load_model(recipe)
     identity_of_base = model_digest(model)
     num_embeddings = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -136,6 +140,16 @@ def _check_model(model: nn.Module, recipe: Recipe, corpus: Corpus, accelerator: 
                 f"DeepSpeed trains in fp32 here, and the weights are {dtype_name(odd)}.\n"
                 "  Got mixed precision no.\n  Set mixed_precision: bf16, or torch_dtype: float32."
             )
+
+
+def _cap_last_tokens(recipe: Recipe, corpus: Corpus) -> None:
+    """No more tokens than can be predicted in the first document: its first one cannot. A note says so."""
+    most = corpus.documents.num_tokens()[0] - 1
+    if recipe.eval_last_tokens > most:
+        corpus.notes.append(
+            f"eval_last_tokens={most} instead of {recipe.eval_last_tokens}: the first document has no more"
+        )
+        recipe.eval_last_tokens = most
 
 
 def _deepspeed_casts(accelerator: Accelerator) -> bool:

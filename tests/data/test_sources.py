@@ -116,6 +116,18 @@ def test_several_paths_in_order(load_paths: Load, tokenizer: PreTrainedTokenizer
     assert texts == ["one\ntwo\nthree", "four", "one\ntwo\nthree"]
 
 
+def test_empty_files_of_a_list_are_left_out(load_paths: Load, tmp_path: Path) -> None:
+    contents = {"a.txt": b"", "b.txt": b"text", "c.txt": b"\xef\xbb\xbf \r\n", "d.json": b"", "e.csv": b"\n"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    paths = [tmp_path / name for name in contents]
+    corpus = load_paths(*paths)
+    assert [one.name for one in corpus.documents] == [str(tmp_path / "b.txt")]
+    assert corpus.notes == [f"skipped 4 (4 empty): {paths[0]}, {paths[2]}, {paths[3]}, ..."]
+    with pytest.raises(ValueError, match=r"a\.txt is empty"):
+        load_paths(paths[0], paths[2])
+
+
 def test_a_newline_of_two_characters_across_blocks(
     load_paths: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

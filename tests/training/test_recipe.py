@@ -117,6 +117,26 @@ def test_all_unknown_settings_at_once(settings: dict[str, Any], write_recipe: Wr
     }
 
 
+def test_wrong_values_beside_unknown_settings(settings: dict[str, Any], write_recipe: Write) -> None:
+    """At once, too: a recipe of axolotl has an optimizer by another name, and a list of datasets."""
+    others = {"optimizer": "adamw_bnb_8bit", "bf16": "auto", "oomb": {"attention": "spares"}}
+    data = [{"path": "owner/chats", "type": "chat_template"}, {"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}]
+    path = write_recipe(settings | others | {"datasets": data})
+    with pytest.raises(ValueError) as caught:
+        Recipe.from_yaml(path)
+    first, *found, _ = str(caught.value).splitlines()
+    assert first == f"4 settings are not known or have a wrong value in {path}."
+    assert {line.strip() for line in found} == {
+        "key 'bf16': Set mixed_precision: bf16, or 'no' on a CPU; auto, the default, does just that.",
+        "key 'datasets': Set data_path: [owner/chats, a.jsonl, b.jsonl]",
+        "optimizer has a value that is not allowed: Set optimizer: adamw, the only one.",
+        "In the oomb block: attention has a value that is not allowed: Did you mean 'sparse'? "
+        "Allowed: 'dense' or 'sparse'.",
+    }
+    with pytest.raises(ValueError, match=r"Unknown key 'datasets'[^$]*Set data_path: a\.txt$"):
+        Recipe.from_yaml(write_recipe(settings | {"datasets": [{"path": "a.txt"}]}))
+
+
 def test_other_names_are_no_settings_of_ours() -> None:
     """And what they point to is one."""
     assert not set(OTHER_NAMES) & set(Setting.of(Recipe))
@@ -168,7 +188,8 @@ def test_presets_are_valid(preset: Path) -> None:
         ({"oomb": {"chunk_token": 64}}, ["'chunk_token'", "oomb block", "'chunk_tokens'"]),
         ({"oomb": 3}, ["oomb must be a mapping"]),
         ({"oomb": {"chunk_tokens": 8, "page_tokens": 16}}, ["at least one page", "chunk_tokens=8"]),
-        ({"lora_r": "eight"}, ["recipe.yaml", "lora_r", "'eight'", "a whole number"]),
+        ({"lora_r": "eight"}, ["recipe.yaml", "lora_r", "'eight'", "a whole number, for example 16."]),
+        ({"optimizer": "adamw_torch_fused"}, ["Set optimizer: adamw, the only one."]),
         ({"lora_r": True}, ["lora_r", "True (bool)"]),
         ({"oomb": {"chunk_tokens": "many"}}, ["chunk_tokens", "'many'", "a whole number"]),
         ({"truncation": "middle"}, ["truncation", "'middle'", "'split'"]),
@@ -180,7 +201,10 @@ def test_presets_are_valid(preset: Path) -> None:
         ({"learning_rate": float("nan")}, ["learning_rate", "finite"]),
         ({"learning_rate": float("inf")}, ["learning_rate", "finite", "inf"]),
         ({"lora_alpha": -3.0}, ["lora_alpha=-3.0"]),
-        ({"num_train_epochs": 1}, ["max_steps=3", "num_train_epochs=1"]),
+        (
+            {"num_train_epochs": 1},
+            ["max_steps=3", "Leave num_train_epochs out (", "optimizer steps", "or max_steps (", "passes"],
+        ),
         ({"truncation": "start"}, ["max_length"]),
         ({"lora_r": 0, "use_dora": True}, ["use_dora", "lora_r=0"]),
         ({"warmup_steps": 3}, ["warmup_steps=3", "max_steps=3"]),
@@ -201,7 +225,10 @@ def test_bad_settings(settings: dict[str, Any], write_recipe: Write, change: dic
     [
         (["--lora_rr", "8"], ["--lora_rr", "'--lora_r'"]),
         (["--oomb.chunk_token", "8"], ["'--oomb.chunk_tokens'"]),
-        (["--lora_r", "x"], ["--lora_r", "'x'", "a whole number"]),
+        (["--lora_r", "x"], ["--lora_r", "'x'", "a whole number, for example 16."]),
+        (["--oomb.attention", "spares"], ["--oomb.attention", "'spares'", "Did you mean 'sparse'?", "'dense' or"]),
+        (["--mixed_precision", "bf61"], ["Did you mean 'bf16'?"]),
+        (["--use_liger", "atuo"], ["Did you mean 'auto'?"]),
         (["--lora_r"], ["--lora_r", "no value"]),
         (["8"], ["'8'", "--name value"]),
         (["--oomb", "{}"], ["--oomb"]),

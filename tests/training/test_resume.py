@@ -194,7 +194,21 @@ def test_a_chain_of_restarts_needs_no_other_command(rows: Settings, capsys: pyte
     assert "goes on from" in capsys.readouterr().out
     out = Path(rows["output_dir"])
     assert [row["step"] for row in metrics(out)] == list(range(1, NUM_STEPS + 1))
-    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-6"]
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-7"]
+
+
+def test_more_steps_than_a_finished_run_had(rows: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    """Go on from its last step, which save_steps does not divide; nothing is done again."""
+    rows |= {"max_steps": 3, "resume_from_checkpoint": "latest", "eval_last_tokens": 8, "save_total_limit": 2}
+    out = Path(rows["output_dir"])
+    train(recipe_of(rows))
+    assert capsys.readouterr().out.count(f"saved {out / 'checkpoint-3'}") == 1
+    train(recipe_of(rows | {"max_steps": 4}))
+    printed = capsys.readouterr().out
+    assert "behind step 3" in printed and "step 3/" not in printed
+    assert printed.count("saved ") == 1
+    assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4]
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
 
 
 def test_a_run_killed_before_its_first_save_begins_anew(rows: Settings, tmp_path: Path) -> None:
@@ -249,6 +263,7 @@ def test_what_does_not_fit_is_refused(
     resume = changes.get("resume_from_checkpoint", "checkpoint-4")
     if resume == "checkpoint-4":
         shutil.rmtree(out / "checkpoint-6")
+        shutil.rmtree(out / "checkpoint-7")
     if resume == "adapter":
         (out / "checkpoint-4" / PROGRESS).unlink()
         resume = "checkpoint-4"

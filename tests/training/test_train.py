@@ -12,7 +12,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oomb_accel.cli import main
-from oomb_accel.training import Recipe, loop, train
+from oomb_accel.sources import gather, resolve
+from oomb_accel.training import Recipe, dry_run, loop, setup, train
 
 Write = Callable[[dict[str, Any]], Path]
 
@@ -46,7 +47,7 @@ def test_a_run_leaves_what_it_promises(
     )
     assert summary["last_tokens_loss_after"] < summary["last_tokens_loss_before"]
     assert yaml.safe_load((out / "config.yaml").read_text())["seed"] == 7
-    assert {item.name for item in out.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    assert {item.name for item in out.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
     assert not list(out.glob(".*"))
     printed = capsys.readouterr().out
     for words in (
@@ -289,3 +290,67 @@ def test_on_a_gpu(settings: dict[str, Any], write_recipe: Write) -> None:
     summary = train(recipe_of(settings, write_recipe, max_steps=6, eval_last_tokens=32, torch_dtype="bfloat16"))
     assert summary.last_loss < summary.first_loss
     assert summary.peak_gpu_gib is not None and summary.peak_gpu_gib > 0
+
+
+@pytest.mark.parametrize("stage", [None, 3])
+def test_weights_in_8_bits_are_refused_before_anything_is_loaded(
+    settings: dict[str, Any], write_recipe: Write, monkeypatch: pytest.MonkeyPatch, stage: int | None
+) -> None:
+    """With the words of the dry run: they must be frozen, and whole."""
+
+    def load(*_: Any) -> None:
+        pytest.fail("loaded")
+
+    monkeypatch.setattr(setup, "load_tokenizer", load)
+    monkeypatch.setattr(dry_run, "load_tokenizer", load)
+    monkeypatch.setattr(setup, "_settings", lambda recipe, _: resolve(*gather(None, *recipe.oomb_sources())))
+    monkeypatch.setattr(setup, "zero_stage", lambda _: stage)
+    recipe = recipe_of(settings, write_recipe, lora_r=4 if stage else 0, oomb={"base_dtype": "float8"})
+    with pytest.raises(ValueError, match=r"must be frozen[^$]*ZeRO 3" if stage else "all weights trained"):
+        train(recipe)
+    if stage is None:
+        with pytest.raises(ValueError, match="all weights trained"):
+            dry_run.plan_training(recipe)
+
+
+def test_a_run_that_fails_at_once_has_no_losses(
+    settings: dict[str, Any], write_recipe: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where an earlier run left some."""
+    train(recipe_of(settings, write_recipe, max_steps=1))
+
+    def fail(*_: Any, **named: Any) -> None:
+        raise ValueError("no step")
+
+    monkeypatch.setattr(loop, "run_step", fail)
+    with pytest.raises(ValueError, match="no step"):
+        train(recipe_of(settings, write_recipe, overwrite_output_dir=True))
+    assert "nothing was saved\n" in capsys.readouterr().out
+
+
+def test_no_more_last_tokens_than_there_are(
+    settings: dict[str, Any], write_recipe: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(recipe_of(settings, write_recipe, max_steps=1, eval_last_tokens=100_000))
+    most = json.loads((Path(settings["output_dir"]) / "metrics.jsonl").read_text())["tokens"] - 1
+    printed = capsys.readouterr().out
+    assert f"eval_last_tokens={most} instead of 100000" in printed and "last 100000" not in printed
+    assert printed.count(f"loss on the last {most} tokens") == 3
+    assert yaml.safe_load((Path(settings["output_dir"]) / "config.yaml").read_text())["eval_last_tokens"] == most
+
+
+@pytest.mark.parametrize(("name", "meant"), [("tiny", " (did you mean 'tiny-model'?)"), ("owner/name", "")])
+def test_a_model_that_is_neither_here_nor_on_the_hub(
+    settings: dict[str, Any],
+    write_recipe: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    meant: str,
+) -> None:
+    (tmp_path / "tiny-model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as caught:
+        train(recipe_of(settings, write_recipe, model_name_or_path=name))
+    second = str(caught.value).splitlines()[1].strip()
+    assert second.startswith(f"There is no folder {name!r} in {tmp_path}{meant}, and the hub was not reached: ")
