@@ -101,7 +101,10 @@ def _verdict(
     what = f"The longest document that fits with these settings: {longest:,} tokens."
     lines.append(what if longest else "With these settings no document fits, however short.")
     if changed is not None and changed.change:
-        lines.append(f"On this machine at most: {changed.estimate.job.tokens:,} tokens, with {changed.change}.")
+        lines.append(
+            "With the same attention and K and V this machine takes "
+            f"{changed.estimate.job.tokens:,} tokens: {changed.change}."
+        )
     return lines
 
 
