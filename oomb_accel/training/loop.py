@@ -68,15 +68,17 @@ def train(recipe: Recipe) -> Summary:
                 run.say(f"saved {save_checkpoint(run, step)}")
         summary.seconds = time.perf_counter() - run.started
         summary.tokens_per_second = summary.tokens / summary.seconds
+        if run.accelerator.is_main_process:
+            run.folder.start()  # no step has done so, where only the end was left
         save_result(run)
+        if recipe.save_steps and run.folder.resume != run.folder.path / f"checkpoint-{run.num_steps}":
+            run.say(f"saved {save_checkpoint(run, run.num_steps)}")  # for a run with more steps
         summary.last_tokens_loss_after = _last_tokens_loss(run, "after")
         keep_peaks(run)
-        if run.accelerator.is_main_process:
-            run.folder.save_summary(summary.to_dict() | {"identity": run.identity.to_dict()})
-        if recipe.save_steps:  # for a run with more steps; after the summary, which says that this one is done
-            run.say(f"saved {save_checkpoint(run, run.num_steps)}")
     if run.trackers is not None:
         run.trackers.close()
+    if run.accelerator.is_main_process:
+        run.folder.save_summary(summary.to_dict() | {"identity": run.identity.to_dict()})
     # Accelerate's autocast wrapper lies around our forward and has to go first.
     oomb_accel.disable(run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False))
     run.say(closing(run))

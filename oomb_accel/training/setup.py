@@ -23,7 +23,7 @@ from oomb_accel.setting_text import dtype_name
 from oomb_accel.sources import Resolved, gather, resolve
 from oomb_accel.training.checkpoint import check_shared, keep_frozen_weights_out, load_checkpoint
 from oomb_accel.training.data import Corpus, load_corpus, within_vocabulary
-from oomb_accel.training.folder import RunFolder
+from oomb_accel.training.folder import LATEST, RunFolder
 from oomb_accel.training.identity import (
     Identity,
     adapter_digest,
@@ -76,7 +76,7 @@ def prepare(recipe: Recipe) -> Run:
     finished = _is_finished(folder, identity, num_steps)
     if not finished:
         folder.refuse_another_run()
-        _check_steps_left(folder, num_steps)
+        _check_steps_left(folder, num_steps, recipe)
     line = ProgressLine(force=recipe.oomb.progress is True)
     show = recipe.oomb.progress is not False
     oomb_accel.enable(model, recipe.oomb, on_progress=line if show else None)
@@ -194,9 +194,11 @@ def _tell_longest_document(model: nn.Module, recipe: Recipe, corpus: Corpus) -> 
         notes[:] = [*(old for old in notes if not old.startswith("timeout ")), note]
 
 
-def _check_steps_left(folder: RunFolder, num_steps: int) -> None:
+def _check_steps_left(folder: RunFolder, num_steps: int, recipe: Recipe) -> None:
+    """Something must be left to do: a step, or the end of a run that was stopped behind its last checkpoint."""
     done = read_progress(folder.resume)["step"] if folder.resume is not None else 0
-    if done >= num_steps:
+    only_end = done == num_steps and recipe.resume_from_checkpoint == LATEST and folder.finished is None
+    if done >= num_steps and not only_end:
         raise ValueError(
             f"There is nothing left to train.\n  {str(folder.resume)!r} is at step {done} of {num_steps}.\n"
             f"  Set max_steps={done + max(done // 2, 1)}, or leave resume_from_checkpoint out."
