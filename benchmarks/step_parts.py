@@ -46,6 +46,7 @@ _BY_NAME = {
     "_clear_records_kernel": PAGES,
     "_set_slots_kernel": PAGES,
     "_quantize_rows_kernel": COPIES,
+    "_checksums_kernel": COPIES,
     "_forward_kernel": LOSS,
     "_backward_kernel": LOSS,
     "liger_cross_entropy": LOSS,

@@ -91,14 +91,15 @@ MUTATIONS = (
     Mutation(
         "missing LSE merge",
         "oomb_accel/dense_parts.py",
-        "            merge_attention_(out_HTD[:, part.rows], lse_HT[:, part.rows], part_out, part_lse)",
-        "            out_HTD[:, part.rows] += part_out / len(parts)\n"
-        "            lse_HT[:, part.rows] = torch.logaddexp(lse_HT[:, part.rows], part_lse)",
+        "        merge_attention_(of_rows(out_HTD, part.rows), of_rows(lse_HT, part.rows), *attend(part))",
+        "        part_out, part_lse = attend(part)\n"
+        "        out_HTD[:, part.rows] += part_out / len(parts)\n"
+        "        lse_HT[:, part.rows] = torch.logaddexp(lse_HT[:, part.rows], part_lse)",
     ),
     Mutation(
         "local instead of global LSE in the backward",
         "oomb_accel/dense_parts.py",
-        "            lse_HT[:, rows],\n            part.call,",
+        "            of_rows(lse_HT, rows),\n            part.call,",
         "            dense_attention_forward(q_HTD[:, rows], keys, values, part.call, run.settings.backend)[1],\n"
         "            part.call,",
     ),
@@ -229,15 +230,15 @@ MUTATIONS = (
     Mutation(
         "sparse: later documents of a chunk get the first one's output",
         "oomb_accel/attention.py",
-        "    x_HTD[:, :num_rows] = first_HTD",
-        "    x_HTD[:, -num_rows:] = first_HTD",
+        "    x[:, :num_rows] = first",
+        "    x[:, -num_rows:] = first",
         SPARSE,
     ),
     Mutation(
         "sparse: LSE of the dense part alone in the backward",
         "oomb_accel/attention.py",
-        "    lse_HT[:, rows] = joined_lse\n",
-        "",
+        "_with_rows(lse_HT, joined_lse, lse_HT.dtype)",
+        "lse_HT",
         SPARSE,
     ),
     Mutation(
@@ -271,7 +272,7 @@ MUTATIONS = (
     Mutation(
         "two tiers: what was changed leaves as if the host had it",
         "oomb_accel/pages/tiered.py",
-        "                _row(self._changed, layer)[used] = True\n",
+        "                self._rows[layer].changed[here] = True\n",
         "                pass\n",
         TIERS,
     ),
