@@ -76,14 +76,18 @@ def test_values_and_gradients_are_those_of_peft(x_needs_grad: bool) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_under_autocast_it_is_at_least_as_exact() -> None:
-    """fp32 adapters on a bf16 base, against fp64."""
-    exact = adapted()
-    model = adapted(torch.bfloat16)
+def as_peft_makes_it(model: nn.Module, exact: nn.Module) -> None:
+    """fp32 adapters on a bf16 base; ``exact`` gets the same numbers in fp64."""
     for (name, parameter), exact_parameter in zip(model.named_parameters(), exact.parameters(), strict=True):
         if "lora_" in name:
             parameter.data = parameter.data.float()
         exact_parameter.data = parameter.data.double()
+
+
+def test_under_autocast_it_is_at_least_as_exact() -> None:
+    """fp32 adapters on a bf16 base, against fp64."""
+    model, exact = adapted(torch.bfloat16), adapted()
+    as_peft_makes_it(model, exact)
     x = torch.randn(2, 200, 24).bfloat16().requires_grad_()
     dout = torch.randn(2, 200, 24).bfloat16()
     wanted = outcome(exact, x.detach().double().requires_grad_(), dout.double())

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oomb_accel.integrations.fused_lora import fused_lora, lora_siblings
 from tests.harness.models import ALL_LINEAR, tiny_model
-from tests.integrations.test_fused_lora import lora_layers, nodes_of
+from tests.integrations.test_fused_lora import as_peft_makes_it, lora_layers, nodes_of
 
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
 WIDTH = 24
@@ -181,12 +181,8 @@ def test_the_same_bits_again() -> None:
 
 def test_under_autocast_it_is_at_least_as_exact() -> None:
     """fp32 adapters and input, a bf16 base; against fp64."""
-    exact = adapted()
-    model = adapted(torch.bfloat16)
-    for (name, parameter), exact_parameter in zip(model.named_parameters(), exact.parameters(), strict=True):
-        if "lora_" in name:
-            parameter.data = parameter.data.float()
-        exact_parameter.data = parameter.data.double()
+    model, exact = adapted(torch.bfloat16), adapted()
+    as_peft_makes_it(model, exact)
     x = torch.randn(2, 200, WIDTH)
     douts = [torch.randn(2, 200, width).bfloat16() for width in (40, 8, 8)]
 
