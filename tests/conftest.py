@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 # Token ids of the tests' data do not outlive the tests; processes that tests start use the same folder.
@@ -16,6 +17,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 from hypothesis import settings
+
+# A shell's background jobs, nohup's too, start with Ctrl-C ignored; tests send it to themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HAS_CUDA = torch.cuda.is_available()
 NUM_CUDA_DEVICES = torch.cuda.device_count() if HAS_CUDA else 0
