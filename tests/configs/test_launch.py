@@ -71,8 +71,10 @@ def trained_at(folder: Path, settings: dict[str, Any]) -> Trained:
     return Trained.at(folder, settings["model_name_or_path"], TEXT)
 
 
-def for_two_ranks(settings: dict[str, Any], folder: Path) -> Path:
-    return write(settings | {"output_dir": str(folder / "out"), "gradient_accumulation_steps": 2}, folder)
+def for_ranks(number: int, settings: dict[str, Any], folder: Path) -> Path:
+    """All documents in every step, by as many micro-batches as that takes."""
+    micro_batches = max(1, len(LENGTHS) // number)
+    return write(settings | {"output_dir": str(folder / "out"), "gradient_accumulation_steps": micro_batches}, folder)
 
 
 @pytest.mark.timeout(300)
@@ -81,10 +83,23 @@ def for_two_ranks(settings: dict[str, Any], folder: Path) -> Path:
     [("ddp", "replicas"), ("zero1", "ZeRO 1"), ("zero2", "ZeRO 2"), ("zero3", "ZeRO 3"), ("zero3_offload", "ZeRO 3")],
 )
 def test_accelerate_launch(name: str, strategy: str, settings: dict[str, Any], wanted: Trained, tmp_path: Path) -> None:
-    recipe = for_two_ranks(settings, tmp_path)
+    recipe = for_ranks(2, settings, tmp_path)
     config = ["--config_file", f"configs/accelerate/{name}.yaml", "--main_process_port", str(free_port())]
     printed = run([*LAUNCH, *config, "launch/finetune.py", str(recipe)], tmp_path)
     assert f"ranks: 2, {strategy}" in printed
+    trained_at(tmp_path / "out", settings).assert_same(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [4, 8])
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_a_host_full_of_gpus(name: str, number: int, settings: dict[str, Any], wanted: Trained, tmp_path: Path) -> None:
+    """A document per rank, and with eight ranks four that have none."""
+    recipe = for_ranks(number, settings, tmp_path)
+    config = ["--config_file", f"configs/accelerate/{name}.yaml", "--num_processes", str(number)]
+    command = [*LAUNCH, *config, "--main_process_port", str(free_port()), "launch/finetune.py", str(recipe)]
+    assert f"ranks: {number}, " in run(command, tmp_path)
     trained_at(tmp_path / "out", settings).assert_same(wanted)
 
 
@@ -126,7 +141,7 @@ def slurm(folder: Path, **variables: str) -> dict[str, str]:
 @pytest.mark.timeout(300)
 def test_two_machines_under_slurm(settings: dict[str, Any], wanted: Trained, tmp_path: Path) -> None:
     """Two launchers with --num_machines 2 that find each other, and one run."""
-    recipe = for_two_ranks(settings, tmp_path)
+    recipe = for_ranks(2, settings, tmp_path)
     variables = slurm(tmp_path, ACCELERATE_CONFIG="configs/accelerate/zero3_two_machines.yaml")
     printed = run(["bash", "launch/slurm.sh", "launch/finetune.py", str(recipe)], tmp_path, variables)
     for words in ("2 machine(s) of 1 GPU(s)", "srun got --ntasks=2", "srun got --cpus-per-task=2", "ranks: 2, ZeRO 3"):
