@@ -3,10 +3,12 @@
 One GPU:      python -m benchmarks.run zero --sides plain zero2 --lengths 65536
 Several GPUs: torchrun --nproc_per_node 2 -m benchmarks.run zero --sides plain zero2 --lengths 131072
 
-``plain`` is no DeepSpeed (DDP on several GPUs). ``-offload`` keeps optimizer states on the host, ``-full`` trains
-all weights, ``-step`` reduces gradients per chunk (`oomb_accel.deepspeed.step`), ``-unequal`` gives every other rank an
-eighth of the tokens, ``-sparse`` attends to 16 selected pages, with bf16 page gradients. Lengths are per rank. Give
-each ZeRO 3 side a process of its own where memory matters: DeepSpeed keeps a part of an engine's memory after its end.
+``plain`` is no DeepSpeed (DDP on several GPUs). ``-offload`` keeps optimizer states on the host, ``-full`` trains all
+weights, ``-step`` reduces gradients per chunk (`oomb_accel.deepspeed.step`), ``-unequal`` gives every other rank an
+eighth of the tokens, ``-sparse`` attends to 16 selected pages, with bf16 page gradients, ``-divided`` makes a model
+in parts that no GPU has room for (its weights are torch's own then, not the model's, so losses differ). Lengths are
+per rank. Give each ZeRO 3 side a process of its own where memory matters: DeepSpeed keeps a part of an engine's
+memory after its end.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import psutil
@@ -29,7 +31,7 @@ import oomb_accel
 from benchmarks.floor import floor_seconds
 from benchmarks.registry import GIB, Row, benchmark
 from oomb_accel import OombConfig
-from oomb_accel.bench.models import SHAPES, base_model, lora_model
+from oomb_accel.bench.models import SHAPES, base_model, with_lora
 from oomb_accel.integrations.agreement import num_ranks
 from oomb_accel.integrations.liger import use_liger
 from oomb_accel.integrations.support import base_model_of
@@ -42,6 +44,7 @@ SIDES = (
     *("plain-unequal", "zero2-unequal", "zero3-unequal"),
     *("plain-sparse", "zero2-sparse", "zero3-sparse", "zero2-full-sparse", "zero3-full-sparse"),
     *("plain-sparse-unequal", "zero2-sparse-unequal", "zero3-sparse-unequal"),
+    *("zero3-divided", "zero3-sparse-divided"),
 )
 _COUNTED = ("all_gather_into_tensor", "all_gather_coalesced", "reduce_scatter_tensor", "all_reduce", "broadcast")
 
@@ -60,7 +63,7 @@ def zero(
         torch.cuda.set_device(device)
     _start(device)
     for side in sides:
-        model = base_model(shape, device) if "full" in side else lora_model(shape, device)
+        model = _model(shape, side, device)
         use_liger(model, device, fused_loss=False)
         step, close = _prepare(model, side, chunk_tokens)
         vocab = base_model_of(model).config.vocab_size
@@ -92,6 +95,14 @@ def _start(device: torch.device) -> None:
     os.environ.setdefault("MASTER_PORT", "29511")
     keep_shared_memory_clean()
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
+
+
+def _model(shape: str, side: str, device: torch.device) -> nn.Module:
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=_config(side)) if "divided" in side else nullcontext():
+        base = base_model(shape, device)
+    return base if "full" in side else with_lora(base)
 
 
 def _settings(side: str, chunk_tokens: int) -> OombConfig:

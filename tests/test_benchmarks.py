@@ -66,7 +66,7 @@ def test_a_long_document_is_what_oomb_train_reads(tmp_path: Path, monkeypatch: p
 def test_zero_at_tiny_size(tmp_path: Path) -> None:
     """In a process of its own, as it connects to a process group."""
     out = tmp_path / "rows.jsonl"
-    sides = ["plain", "zero2", "zero3-unequal", "zero2-full-step"]
+    sides = ["plain", "zero2", "zero3-unequal", "zero2-full-step", "zero3-sparse-divided"]
     options = ["--shape", "tiny", "--lengths", "300", "--chunk-tokens", "128", "--timed", "1", "--out", str(out)]
     subprocess.run(
         [sys.executable, "-m", "benchmarks.run", "zero", "--sides", *sides, *options],

@@ -59,8 +59,12 @@ def base_model(shape: str, device: torch.device, dtype: torch.dtype = torch.bflo
 def lora_model(
     shape: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, *, rank: int = LORA_RANK
 ) -> PeftModel:
-    """Base weights in ``dtype``, LoRA in fp32 on all linear layers but the head, as PEFT makes them."""
-    base = base_model(shape, device, dtype)
+    """Base weights in ``dtype``, and adapters as `with_lora` makes them."""
+    return with_lora(base_model(shape, device, dtype), rank)
+
+
+def with_lora(base: PreTrainedModel, rank: int = LORA_RANK) -> PeftModel:
+    """LoRA in fp32 on all linear layers but the head, as PEFT makes them."""
     adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(base, adapter)
     model.train()
