@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import depths, profile_step, whole_step, zero  # noqa: F401  registers
+from benchmarks import depths, offload, profile_step, whole_step, zero  # noqa: F401  registers
 from benchmarks.registry import BENCHMARKS, Row, environment, table
 
 
@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("benchmark", choices=sorted(BENCHMARKS))
     parser.add_argument("--shape", default="qwen2.5-7b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
-    sides = sorted({*whole_step.SIDES, *zero.SIDES})
+    sides = sorted({*whole_step.SIDES, *zero.SIDES, *offload.SIDES})
     parser.add_argument("--sides", nargs="+", choices=sides, default=["oomb", "oomb-no-kept", "peer"])
     parser.add_argument("--chunk-tokens", type=int, default=8192)
     parser.add_argument("--timed", type=int, default=3, help="steps timed after the warm-up; the median counts")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import depths, long_document, run
+from benchmarks import depths, long_document, offload, run
 from benchmarks.registry import BENCHMARKS, Row, table
 from oomb_accel.training.data import load_corpus
 from oomb_accel.training.model import load_tokenizer
@@ -84,8 +84,30 @@ def test_zero_at_tiny_size(tmp_path: Path) -> None:
 
 
 def test_every_benchmark_has_a_name_that_the_command_line_takes() -> None:
-    assert {"whole_step", "profile_step", "zero"} <= set(BENCHMARKS)
+    assert {"whole_step", "profile_step", "zero", "offload"} <= set(BENCHMARKS)
 
 
 def test_a_row_without_a_measurement_says_so() -> None:
     assert "| nan |" in table([Row("whole_step", "peer", 4096, note="out of memory")])
+
+
+def test_offload_at_tiny_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pool that a model of two layers can do with."""
+    monkeypatch.setattr(offload, "POOL_SHARE", 0.7)
+    sides, device = ["offload-dense", "offload-sparse-16-budget-128"], torch.device("cpu")
+    rows = list(offload.offload(shape="tiny", lengths=[900], sides=sides, chunk_tokens=128, timed=1, device=device))
+    assert [(row.side, row.details["device_pages_gib"] == "all") for row in rows] == [
+        (side, resident) for side in sides for resident in (True, False)
+    ]
+    for resident, small in zip(rows[::2], rows[1::2], strict=True):
+        assert small.details["same_loss"] and small.details["against_resident"] > 0 and "x resident" in small.note
+        assert resident.details["copied_gib"] == {"up": 0.0, "down": 0.0}
+        assert len(small.details["host_memory_made_in"]) == 1
+
+
+def test_a_pool_that_is_too_small_is_said_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "POOL_SHARE", 0.01)
+    resident, small = offload.offload(
+        shape="tiny", lengths=[600], sides=["offload-dense"], chunk_tokens=128, timed=1, device=torch.device("cpu")
+    )
+    assert resident.seconds > 0 and not small.seconds > 0 and small.note.startswith("The device has too little memory")
