@@ -6,9 +6,10 @@ Several GPUs: torchrun --nproc_per_node 2 -m benchmarks.run zero --sides plain z
 ``plain`` is no DeepSpeed (DDP on several GPUs). ``-offload`` keeps optimizer states on the host, ``-full`` trains all
 weights, ``-step`` reduces gradients per chunk (`oomb_accel.deepspeed.step`), ``-unequal`` gives every other rank an
 eighth of the tokens, ``-sparse`` attends to 16 selected pages, with bf16 page gradients, ``-divided`` makes a model
-in parts that no GPU has room for (its weights are torch's own then, not the model's, so losses differ). Lengths are
-per rank. Give each ZeRO 3 side a process of its own where memory matters: DeepSpeed keeps a part of an engine's
-memory after its end.
+in parts that no GPU has room for (its weights are torch's own then, not the model's, so losses differ). ``-alst`` is
+DeepSpeed's own way of dividing one document over all ranks, ``-alst-host`` the same with checkpoints in host memory
+(`sequence_parallel`). Lengths are those of a document: each rank has one, but for the last two. Give each ZeRO 3 side
+a process of its own where memory matters: DeepSpeed keeps a part of an engine's memory after its end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import psutil
@@ -28,7 +29,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import oomb_accel
-from benchmarks.floor import floor_seconds
+from benchmarks import sequence_parallel
+from benchmarks.floor import floor_seconds, peer_config
 from benchmarks.registry import GIB, Row, benchmark
 from oomb_accel import OombConfig
 from oomb_accel.bench.models import SHAPES, base_model, with_lora
@@ -45,6 +47,7 @@ SIDES = (
     *("plain-sparse", "zero2-sparse", "zero3-sparse", "zero2-full-sparse", "zero3-full-sparse"),
     *("plain-sparse-unequal", "zero2-sparse-unequal", "zero3-sparse-unequal"),
     *("zero3-divided", "zero3-sparse-divided"),
+    *("zero2-alst", "zero3-alst", "zero2-alst-host", "zero3-alst-host"),
 )
 _COUNTED = ("all_gather_into_tensor", "all_gather_coalesced", "reduce_scatter_tensor", "all_reduce", "broadcast")
 
@@ -69,10 +72,13 @@ def zero(
         vocab = base_model_of(model).config.vocab_size
         for tokens in lengths:
             own = tokens // 8 if "unequal" in side and rank % 2 else tokens
-            ids = torch.randint(0, vocab, (1, own), device=device, generator=torch.Generator(device).manual_seed(rank))
-            row = Row("zero", side, tokens)
-            sizes, settings = shape_of(SHAPES[shape], shape), _settings(side, chunk_tokens)
-            row.floor_seconds = floor_seconds(sizes, tokens, settings, trains_all="full" in side)
+            together = num_ranks() if "alst" in side else 1
+            seed = torch.Generator(device).manual_seed(rank // together)
+            ids = torch.randint(0, vocab, (1, own), device=device, generator=seed)
+            row = Row("zero", side, tokens // together)
+            sizes = shape_of(SHAPES[shape], shape)
+            settings = _settings(side, chunk_tokens) if together == 1 else peer_config(tokens)
+            row.floor_seconds = floor_seconds(sizes, tokens, settings, trains_all="full" in side) / together
             row.details = {"shape": shape, "chunk_tokens": chunk_tokens, "ranks": num_ranks(), "timed_steps": timed}
             _measure(step, ids, row, timed, min(own, 2 * chunk_tokens))
             if rank == 0:
@@ -118,6 +124,8 @@ def _prepare(model: nn.Module, side: str, chunk_tokens: int) -> tuple[Step, Call
     if side.startswith("plain"):
         oomb_accel.enable(model, settings)
         return _plain_step(model, optimizer), lambda: oomb_accel.disable(model)
+    if "alst" in side:
+        return _peer(model, optimizer, side)
     engine, *_ = oomb_accel.deepspeed.initialize(model=model, optimizer=optimizer, config=_config(side), oomb=settings)
 
     def step(ids: Tensor) -> float:
@@ -129,6 +137,16 @@ def _prepare(model: nn.Module, side: str, chunk_tokens: int) -> tuple[Step, Call
         return float(loss.detach())
 
     return step, engine.destroy
+
+
+def _peer(model: Any, optimizer: torch.optim.Optimizer, side: str) -> tuple[Step, Callable[[], None]]:
+    import deepspeed
+
+    stack = ExitStack()
+    groups = stack.enter_context(sequence_parallel.divided(model, offload=side.endswith("host")))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(side), mpu=groups)
+    stack.callback(engine.destroy)
+    return sequence_parallel.step_of(engine), stack.close
 
 
 def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
