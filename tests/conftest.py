@@ -1,6 +1,7 @@
 """Settings of every test run: devices, the Triton interpreter, offline hub, hypothesis profile."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -38,3 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(too_few)
         elif "gpu" in item.keywords and not HAS_CUDA:
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what has been imported from the garbage collector, which Accelerate and DeepSpeed call in every training.
+
+    Each call would walk more than half a million objects of torch, transformers and pytest. What a test makes is
+    collected as ever.
+    """
+    gc.collect()
+    gc.freeze()
