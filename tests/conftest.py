@@ -4,12 +4,17 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 
 # Token ids of the tests' data do not outlive the tests; processes that tests start use the same folder.
 if "OOMB_CACHE" not in os.environ:
     os.environ["OOMB_CACHE"] = tempfile.mkdtemp(prefix="oomb-cache-")
     atexit.register(shutil.rmtree, os.environ["OOMB_CACHE"], ignore_errors=True)
+
+# A shell that starts something in the background has it ignore Ctrl-C, and runs honour that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Set before transformers or Triton is imported by anything: both read these when they are imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
