@@ -84,6 +84,13 @@ def gradient_pool(problem: PageProblem, dtype: torch.dtype, slots_seed: int, fil
     return pool, slots
 
 
+def others_of(problem: PageProblem, truth: PageAttention, out_dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """Output and LSE of the other keys, where there are any."""
+    if not problem.other_k_GMD.shape[1]:
+        return None
+    return truth.other_out.to(out_dtype), truth.other_lse.to(compute_dtype(problem.q_HTD.dtype))
+
+
 def run(
     functions: Functions,
     problem: PageProblem,
@@ -99,10 +106,8 @@ def run(
     """Forward, then backward with its own output and LSE, with what the other keys contribute from `truth`."""
     wide = compute_dtype(problem.q_HTD.dtype)
     score = {"scale": problem.scale, "softcap": problem.softcap}
-    others, dq_others = None, None
-    if problem.other_k_GMD.shape[1]:
-        others = (truth.other_out.to(others_dtype or wide), truth.other_lse.to(wide))
-        dq_others = truth.dq_others.to(others_dtype or wide)
+    others = others_of(problem, truth, others_dtype or wide)
+    dq_others = None if others is None else truth.dq_others.to(others_dtype or wide)
     pools = (problem.pool, problem.slots_GN)
     inputs = [
         problem.pool,
@@ -125,7 +130,7 @@ def run(
     return Results(out, lse, dq, grads, before, grad_slots)
 
 
-def check(functions: Functions, problem: PageProblem, *, others_dtype: torch.dtype | None = None) -> None:
+def check(functions: Functions, problem: PageProblem, *, others_dtype: torch.dtype | None = None) -> Results:
     """Every result against the textbook in fp64; gradients are added to random ones; nothing else is written."""
     dtype = problem.q_HTD.dtype
     truth = plain_page_attention(problem, torch.float64)
@@ -137,6 +142,7 @@ def check(functions: Functions, problem: PageProblem, *, others_dtype: torch.dty
     assert_close_in(dtype, ours.out, plain.out, truth.out, "out")
     assert_close_in(dtype, ours.dq, plain.dq_pages + plain.dq_others, truth.dq_pages + truth.dq_others, "dq")
     check_page_gradients(ours, problem, plain, truth)
+    return ours
 
 
 def check_page_gradients(ours: Results, problem: PageProblem, plain: PageAttention, truth: PageAttention) -> None:
