@@ -106,13 +106,14 @@ def launch_forked(options: Sequence[str], arguments: Sequence[str], folder: Path
         launch_command(launch_command_parser().parse_args([*options, "launch/finetune.py", *arguments]))
     environment = launched["environment"] | {"TORCH_EXTENSIONS_DIR": str(extensions)}
     job = {"folder": folder / "ranks", "ranks": launched["ranks"], "environment": environment}
-    run_ranks(_run_script, launched["script"], launched["words"], **job)
+    run_ranks(run_script, launched["script"], launched["words"], **job)
     printed = (folder / "ranks" / "rank0.log").read_text(encoding="utf-8")
     assert not list(extensions.rglob("*.so")), f"something was compiled\n{printed[-8000:]}"
     return printed
 
 
-def _run_script(rank: int, script: str, words: list[str]) -> None:
+def run_script(rank: int, script: str, words: list[str]) -> None:
+    """What `run_ranks` calls to run a script as ``__main__``."""
     sys.argv = [script, *words]
     try:
         runpy.run_path(script, run_name="__main__")

@@ -168,9 +168,9 @@ def test_first_and_last_steps_of_a_list(functions: Functions, device: str, other
     problem = make_problem(dtype=torch.float32, device=device, pattern="all", others=others, **sizes)
     problem = replace(problem, lists=as_lists(chosen, 3, 3, 16, device))
     first = check(functions, problem)
-    others = others_of(problem, plain_page_attention(problem, torch.float64), torch.float32)
-    score = {"scale": problem.scale, "softcap": problem.softcap}
-    out, lse = functions.forward(problem.q_HTD, problem.pool, problem.slots_GN, problem.lists, **score, others=others)
+    merged = others_of(problem, plain_page_attention(problem, torch.float64), torch.float32)
+    settings = {"scale": problem.scale, "softcap": problem.softcap, "others": merged}
+    out, lse = functions.forward(problem.q_HTD, problem.pool, problem.slots_GN, problem.lists, **settings)
     assert torch.equal(first.out, out) and torch.equal(first.lse, lse), "not the same bits again"
 
 
