@@ -1,6 +1,7 @@
 """Settings of every test run: devices, the Triton interpreter, offline hub, hypothesis profile."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -11,6 +12,10 @@ if "OOMB_CACHE" not in os.environ:
     os.environ["OOMB_CACHE"] = tempfile.mkdtemp(prefix="oomb-cache-")
     atexit.register(shutil.rmtree, os.environ["OOMB_CACHE"], ignore_errors=True)
 
+# A shell that starts something in the background has it ignore Ctrl-C, and runs honour that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Set before transformers or Triton is imported by anything: both read these when they are imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -18,9 +23,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-# A shell's background jobs, nohup's too, start with Ctrl-C ignored; tests send it to themselves.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.disable()  # until all test files are imported, which leaves little to collect
 
 HAS_CUDA = torch.cuda.is_available()
 NUM_CUDA_DEVICES = torch.cuda.device_count() if HAS_CUDA else 0
@@ -43,3 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(too_few)
         elif "gpu" in item.keywords and not HAS_CUDA:
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what has been imported from the garbage collector, which Accelerate and DeepSpeed call in every training.
+
+    Each call would walk more than half a million objects of torch, transformers and pytest. What a test makes is
+    collected as ever.
+    """
+    gc.freeze()
+    gc.enable()

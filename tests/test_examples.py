@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,8 @@ from accelerate.state import AcceleratorState
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from tests.configs.launching import run_script
+from tests.distributed.ranks import run_ranks
 from tests.harness.folders import byte_tokenizer, save_tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -79,15 +78,10 @@ def test_deepspeed_example(material: Path, tmp_path: Path) -> None:
     config = json.loads((EXAMPLES / "deepspeed_json.json").read_text())
     config["oomb"]["chunk_tokens"] = CHUNK
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
-    command += [str(EXAMPLES / "deepspeed_json.py"), str(material / "model"), str(material / "text.txt")]
-    command += ["--config", str(tmp_path / "ds.json"), "--output_dir", str(tmp_path / "out")]
-    command += ["--epochs", str(STEPS), "--learning_rate", str(RATE)]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    check(done.stdout, material, tmp_path / "out")
+    words = [str(material / "model"), str(material / "text.txt"), "--config", str(tmp_path / "ds.json")]
+    words += ["--output_dir", str(tmp_path / "out"), "--epochs", str(STEPS), "--learning_rate", str(RATE)]
+    run_ranks(run_script, str(EXAMPLES / "deepspeed_json.py"), words, folder=tmp_path / "ranks", ranks=1)
+    check((tmp_path / "ranks" / "rank0.log").read_text(), material, tmp_path / "out")
 
 
 def test_examples_are_short_and_listed() -> None:

@@ -51,12 +51,12 @@ class Sizes:
 
 FULL = Sizes()
 TINY = Sizes(
-    native_tokens=256,
+    native_tokens=128,
     native_chunk=32,
-    long_tokens=512,
+    long_tokens=256,
     long_chunk=64,
     rope_factor=2.0,
-    trained_tokens=512,
+    trained_tokens=384,
     trained_chunk=64,
     recent_tokens=16,
     pages=(8, 16),
@@ -69,7 +69,7 @@ TINY = Sizes(
     variant_documents=1,
     gradient_documents=1,
     mass_documents=1,
-    mass_chunks=(5, 7),
+    mass_chunks=(2, 3),
     adapt_steps=2,
     curve_steps=3,
     evaluate_every=2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -13,14 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from accelerate.commands.launch import launch_command, launch_command_parser
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.distributed.ranks import ROOT, run_ranks
 from tests.harness.tolerance import GRADIENT_RELATIVE, assert_same_values
 
-ROOT = Path(__file__).parents[2]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 """What the command ``accelerate launch`` runs."""
 
@@ -75,6 +78,47 @@ def run(
 def _shared_memory() -> set[str]:
     """What DeepSpeed's shared-memory operator has left; nothing removes it."""
     return {path.name for path in Path("/dev/shm").glob("deepspeed*")}
+
+
+def launch_forked(options: Sequence[str], arguments: Sequence[str], folder: Path) -> str:
+    """``accelerate launch OPTIONS launch/finetune.py ARGUMENTS`` with `run_ranks` in the place of torchrun.
+
+    Everything up to torchrun's call is Accelerate's own: its reading of files and flags, and the variables that it sets
+    for the ranks. The script then runs as ``__main__`` in each rank, from the root of the repository.
+
+    Returns:
+        What rank 0 printed.
+    """
+    launched: dict[str, Any] = {}
+
+    def torchrun(known: Any) -> None:
+        changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
+        launched.update(ranks=int(known.nproc_per_node), environment=changed)
+        launched.update(script=known.training_script, words=known.training_script_args)
+
+    extensions = folder / "compiled"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "OOMB_"))]:
+            patch.delenv(name)
+        patch.chdir(ROOT)
+        patch.setattr("torch.distributed.run.run", torchrun)
+        before = dict(os.environ)
+        launch_command(launch_command_parser().parse_args([*options, "launch/finetune.py", *arguments]))
+    environment = launched["environment"] | {"TORCH_EXTENSIONS_DIR": str(extensions)}
+    job = {"folder": folder / "ranks", "ranks": launched["ranks"], "environment": environment}
+    run_ranks(run_script, launched["script"], launched["words"], **job)
+    printed = (folder / "ranks" / "rank0.log").read_text(encoding="utf-8")
+    assert not list(extensions.rglob("*.so")), f"something was compiled\n{printed[-8000:]}"
+    return printed
+
+
+def run_script(rank: int, script: str, words: list[str]) -> None:
+    """What `run_ranks` calls to run a script as ``__main__``."""
+    sys.argv = [script, *words]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, f"{script} ended with status {end.code}"
 
 
 def free_port(start: int = 20000) -> int:

@@ -84,6 +84,13 @@ def gradient_pool(problem: PageProblem, dtype: torch.dtype, slots_seed: int, fil
     return pool, slots
 
 
+def others_of(problem: PageProblem, truth: PageAttention, out_dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """Output and LSE of the other keys, where there are any."""
+    if not problem.other_k_GMD.shape[1]:
+        return None
+    return truth.other_out.to(out_dtype), truth.other_lse.to(compute_dtype(problem.q_HTD.dtype))
+
+
 def run(
     functions: Functions,
     problem: PageProblem,
@@ -95,14 +102,17 @@ def run(
     slots_seed: int = 29,
     fill: float | None = None,
     with_grads: bool = True,
+    after: Results | None = None,
 ) -> Results:
-    """Forward, then backward with its own output and LSE, with what the other keys contribute from `truth`."""
+    """Forward, then backward with its own output and LSE, with what the other keys contribute from `truth`.
+
+    Args:
+        after: an earlier run with the same forward, whose output and LSE are taken: only the backward is run.
+    """
     wide = compute_dtype(problem.q_HTD.dtype)
     score = {"scale": problem.scale, "softcap": problem.softcap}
-    others, dq_others = None, None
-    if problem.other_k_GMD.shape[1]:
-        others = (truth.other_out.to(others_dtype or wide), truth.other_lse.to(wide))
-        dq_others = truth.dq_others.to(others_dtype or wide)
+    others = others_of(problem, truth, others_dtype or wide)
+    dq_others = None if others is None else truth.dq_others.to(others_dtype or wide)
     pools = (problem.pool, problem.slots_GN)
     inputs = [
         problem.pool,
@@ -112,7 +122,10 @@ def run(
         *([] if dq_others is None else [dq_others]),
     ]
     copies = [x.clone() for x in inputs]
-    out, lse = functions.forward(problem.q_HTD, *pools, problem.lists, **score, others=others)
+    if after is None:
+        out, lse = functions.forward(problem.q_HTD, *pools, problem.lists, **score, others=others)
+    else:
+        out, lse = after.out, after.lse
     grads, grad_slots = gradient_pool(problem, pool_dtype or wide, slots_seed, fill)
     before = grads.clone()
     dq = functions.backward(
@@ -125,18 +138,25 @@ def run(
     return Results(out, lse, dq, grads, before, grad_slots)
 
 
-def check(functions: Functions, problem: PageProblem, *, others_dtype: torch.dtype | None = None) -> None:
+def check(
+    functions: Functions,
+    problem: PageProblem,
+    *,
+    others_dtype: torch.dtype | None = None,
+    after: Results | None = None,
+) -> Results:
     """Every result against the textbook in fp64; gradients are added to random ones; nothing else is written."""
     dtype = problem.q_HTD.dtype
     truth = plain_page_attention(problem, torch.float64)
     plain = truth if dtype.itemsize > 2 else plain_page_attention(problem, dtype)
-    ours = run(functions, problem, truth, others_dtype=others_dtype)
+    ours = run(functions, problem, truth, others_dtype=others_dtype, after=after)
     assert ours.out.dtype == ours.dq.dtype == dtype and ours.lse.dtype == compute_dtype(dtype)
     assert ours.out.transpose(0, 1).is_contiguous() and ours.dq.transpose(0, 1).is_contiguous()
     assert_equal_by_definition(ours.lse, truth.lse, "lse")
     assert_close_in(dtype, ours.out, plain.out, truth.out, "out")
     assert_close_in(dtype, ours.dq, plain.dq_pages + plain.dq_others, truth.dq_pages + truth.dq_others, "dq")
     check_page_gradients(ours, problem, plain, truth)
+    return ours
 
 
 def check_page_gradients(ours: Results, problem: PageProblem, plain: PageAttention, truth: PageAttention) -> None:
