@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from oomb_accel.integrations.float8_base import (
     Float8Weight,
@@ -73,13 +74,13 @@ def fused_lora(
     @contextmanager
     def active() -> Iterator[None]:
         fused = [layer for layer in plain if "forward" not in vars(layer)]
-        for layer in fused:
-            layer.forward = forwards[layer]  # type: ignore[method-assign]
+        for layer in fused:  # past nn.Module's __setattr__ and __delattr__: there are some 200 of them, in every pass
+            vars(layer)["forward"] = forwards[layer]
         try:
             yield
         finally:
             for layer in fused:
-                del layer.forward
+                del vars(layer)["forward"]
             calls.forget()
 
     return active
@@ -98,6 +99,10 @@ class _Parts:
     a_RI: Tensor
     """Parameters."""
     copied_b_OR: Tensor
+    copied_b_RO: Tensor
+    """A view of it: to make one takes the host as long as a product does."""
+    unread: Tensor
+    """One number, for products that take something to add and are told not to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +111,10 @@ class _Group:
 
     parts: _Parts
     others: dict[Any, _Parts]
+    all_a: tuple[Tensor, ...]
+    """A of all of them, of the layer first: parameters."""
     a_SI: Tensor
-    """Copies of A of all of them, one below the other; of the layer first."""
+    """Copies of them, one below the other."""
     ranks: tuple[int, ...]
 
 
@@ -151,8 +158,10 @@ class _Calls:
         if group is None:
             return lora.Linear.forward(layer, x)
         parts, others = group.parts, group.others
-        other_a = (its.a_RI for its in others.values())
-        out, *left = _FusedLinear.apply(x, parts.weight_OI, parts.b_OR, dtype, group, parts.a_RI, *other_a)
+        if torch.is_grad_enabled():
+            out, *left = _FusedLinear.apply(x, parts.weight_OI, parts.b_OR, dtype, group, *group.all_a)
+        else:
+            (out, *left), _ = _first_outputs(_in(dtype, x), _in(dtype, parts.weight_OI), group)
         self._shared = None
         if others:
             passed_on, *xas = left
@@ -166,7 +175,11 @@ class _Calls:
 
     def _next(self, layer: Any, shared: _Shared) -> Tensor:
         parts, xa = shared.waiting.pop(layer)
-        out, shared.x = _NextFusedLinear.apply(shared.x, xa, parts.weight_OI, parts.b_OR, parts)
+        if torch.is_grad_enabled():
+            out, shared.x = _NextFusedLinear.apply(shared.x, xa, parts.weight_OI, parts.b_OR, parts)
+        else:
+            x = shared.x
+            out = _output(x, _rows(x), xa, _in(x.dtype, parts.weight_OI), parts)
         if not shared.waiting:
             self._shared = None
         return out
@@ -187,9 +200,9 @@ class _Calls:
             its = _parts(sibling, dtype, autocast) if sibling is not layer else None
             if its is not None and its.a_RI.shape[1] == parts.a_RI.shape[1] and its.a_RI.device == parts.a_RI.device:
                 others[sibling] = its
-        all_a = [parts.a_RI, *(its.a_RI for its in others.values())]
-        a_SI = _in(dtype, torch.cat([a_RI.detach() for a_RI in all_a]) if others else parts.a_RI)
-        return _Group(parts, others, a_SI, tuple(len(a_RI) for a_RI in all_a))
+        all_a = (parts.a_RI, *(its.a_RI for its in others.values()))
+        a_SI = _copied(dtype, torch.cat([a_RI.detach() for a_RI in all_a]) if others else parts.a_RI)
+        return _Group(parts, others, all_a, a_SI, tuple(len(a_RI) for a_RI in all_a))
 
 
 def _parts(layer: Any, dtype: torch.dtype, autocast: bool) -> _Parts | None:
@@ -207,12 +220,20 @@ def _parts(layer: Any, dtype: torch.dtype, autocast: bool) -> _Parts | None:
     float8 = float8_of(base)
     weight_OI = base.weight if float8 is None else None
     bias_O = None if base.bias is None else _in(dtype, base.bias)
-    return _Parts(weight_OI, bias_O, float8, float(layer.scaling[adapter]), b_OR, a_RI, _in(dtype, b_OR))
+    copied_b_OR = _copied(dtype, b_OR)
+    unread = copied_b_OR.new_empty(())
+    scale = float(layer.scaling[adapter])
+    return _Parts(weight_OI, bias_O, float8, scale, b_OR, a_RI, copied_b_OR, copied_b_OR.t(), unread)
 
 
-def _in(dtype: torch.dtype, parameter: Tensor) -> Tensor:
-    """A copy in this dtype; the parameter itself where it has it: what ZeRO 3 gathers lies elsewhere each time."""
-    return parameter if parameter.dtype == dtype else parameter.detach().to(dtype)
+def _in(dtype: torch.dtype, x: Any) -> Any:
+    """A tensor in this dtype, without graph where that makes a copy; None is none."""
+    return x if x is None or x.dtype == dtype else x.detach().to(dtype)
+
+
+def _copied(dtype: torch.dtype, parameter: Tensor) -> Tensor:
+    """A copy in this dtype, also where the parameter has it: what ZeRO 3 gathers lies elsewhere each time."""
+    return parameter.detach().to(dtype, copy=True)
 
 
 def _only_adapter(layer: Any) -> str | None:
@@ -255,10 +276,8 @@ class _FusedLinear(torch.autograd.Function):
         Returns:
             The output; where there are others x for the next layer, and ``x A^T`` of each.
         """
-        x, weight_OI = x.to(dtype), None if weight_OI is None else weight_OI.to(dtype)
-        xa, *other_xas = _split(x.reshape(-1, x.shape[-1]) @ group.a_SI.t(), group.ranks, dim=1)
-        out = _output(x, xa, weight_OI, group.parts)
-        outputs = (out, x, *other_xas) if other_xas else (out,)
+        x, weight_OI = _in(dtype, x), _in(dtype, weight_OI)
+        outputs, xa = _first_outputs(x, weight_OI, group)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, xa, weight_OI)
         ctx.group = group
@@ -289,7 +308,7 @@ class _FusedLinear(torch.autograd.Function):
                     a_SI = torch.cat([all_a[place] for place in parts])
                 dx.view(-1, dx.shape[-1]).addmm_(dxa_TS, a_SI)
             if any(need_as):
-                da_SI = dxa_TS.t() @ x.reshape(-1, x.shape[-1])
+                da_SI = dxa_TS.t() @ _rows(x)
                 for place, da_RI in zip(parts, _split(da_SI, [ranks[place] for place in parts], dim=0), strict=True):
                     das[place] = da_RI
         return dx, None, db_OR, None, None, *das
@@ -303,8 +322,8 @@ class _NextFusedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, xa: Tensor, weight_OI: Tensor | None, b_OR: Tensor, parts: _Parts
     ) -> tuple[Tensor, Tensor]:
         """Returns the output; x for the next layer. ``b_OR`` is the parameter, for its gradient."""
-        weight_OI = None if weight_OI is None else weight_OI.to(x.dtype)
-        out = _output(x, xa, weight_OI, parts)
+        weight_OI = _in(x.dtype, weight_OI)
+        out = _output(x, _rows(x), xa, weight_OI, parts)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(xa, weight_OI)
         ctx.parts, ctx.shape = parts, x.shape
@@ -321,13 +340,21 @@ class _NextFusedLinear(torch.autograd.Function):
         return dx, dxa, None, db_OR, None
 
 
-def _output(x: Tensor, xa: Tensor, weight_OI: Tensor | None, parts: _Parts) -> Tensor:
+def _first_outputs(x: Tensor, weight_OI: Tensor | None, group: _Group) -> tuple[tuple[Tensor, ...], Tensor]:
+    """What `_FusedLinear` returns, and the layer's own ``x A^T``."""
+    rows_TI = _rows(x)
+    xa, *other_xas = _split(linear(rows_TI, group.a_SI), group.ranks, dim=1)
+    out = _output(x, rows_TI, xa, weight_OI, group.parts)
+    return (out, x, *other_xas) if other_xas else (out,), xa
+
+
+def _output(x: Tensor, rows_TI: Tensor, xa: Tensor, weight_OI: Tensor | None, parts: _Parts) -> Tensor:
     """``x W^T + bias + scale xa B^T``."""
-    num_outputs = len(parts.b_OR)
+    num_outputs = parts.b_OR.shape[0]
     out = x.new_empty(*x.shape[:-1], num_outputs)  # no view, which nobody could change in place
     flat = out.view(-1, num_outputs)
-    base_product(x, weight_OI, parts.bias_O, flat, parts.float8)
-    flat.addmm_(xa, parts.copied_b_OR.t(), alpha=parts.scale)
+    base_product(x, rows_TI, weight_OI, parts.bias_O, flat, parts.float8)
+    flat.addmm_(xa, parts.copied_b_RO, alpha=parts.scale)
     return out
 
 
@@ -351,18 +378,23 @@ def _gradients(
     if dout is None:
         return dx, None, None
     need_x, need_xa, need_b = needed
-    dy_TO = dout.reshape(-1, len(parts.b_OR))
+    dy_TO = _rows(dout)
     if need_x:
         so_far_TI = None if dx is None else dx.view(-1, shape[-1])
         dx = base_input_gradient(dy_TO, weight_OI, parts.float8, add_to=so_far_TI).view(shape)
-    dxa = _scaled_product(dy_TO, parts.copied_b_OR, parts.scale) if need_xa else None
-    return dx, dxa, _scaled_product(dy_TO.t(), xa, parts.scale) if need_b else None
+    dxa = _scaled_product(dy_TO, parts.copied_b_OR, parts) if need_xa else None
+    return dx, dxa, _scaled_product(dy_TO.t(), xa, parts) if need_b else None
 
 
-def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+def _scaled_product(left: Tensor, right: Tensor, parts: _Parts) -> Tensor:
     """``scale left right``, scaled by the product itself."""
-    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)  # what is there is not read
+    return torch.addmm(parts.unread, left, right, beta=0, alpha=parts.scale)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``[T, I]`` of ``[..., I]``."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def _split(matrix: Tensor, sizes: Sequence[int], *, dim: int) -> Sequence[Tensor]:
-    return matrix.split(list(sizes), dim=dim) if len(sizes) > 1 else (matrix,)
+    return torch.split_with_sizes(matrix, sizes, dim) if len(sizes) > 1 else (matrix,)
