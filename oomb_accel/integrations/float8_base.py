@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch._C._nn import linear  # DeepSpeed puts its own in torch.nn.functional
 
 from oomb_kernels import checksums, float8_product, has_float8_product, quantize_rows
 
@@ -97,8 +97,9 @@ def base_product(
     """
     if float8 is not None:
         float8.product(x, bias_O, out_TO)
-    else:
-        linear(rows_TI, weight_OI, bias_O, out=out_TO)  # type: ignore[call-arg]  # which its stub does not know
+        return
+    assert weight_OI is not None
+    linear(rows_TI, weight_OI, bias_O, out=out_TO)  # type: ignore[call-arg]  # its stub does not know of `out`
 
 
 def base_input_gradient(
