@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from oomb_accel.chunk_pass import ChunkPass, LayerCall
-from oomb_accel.dense_parts import attend_dense, attend_dense_backward, dense_parts, of_rows
+from oomb_accel.dense_parts import attend_dense, attend_dense_backward, dense_parts
 from oomb_accel.selected_part import SelectedPages, attend_selected, attend_selected_backward, selected_pages
+from oomb_kernels import of_rows
 
 
 def chunk_attention(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass) -> Tensor:
@@ -34,6 +35,8 @@ def chunk_attention(q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCal
     if first_run:
         run.memory.cache.store(layer.layer, run.chunk, k_GTD.detach(), v_GTD.detach())
     selected = selected_pages(q_HTD.detach(), layer, run, first_run=first_run)
+    if not torch.is_grad_enabled():  # a node of the graph takes the host longer than most operations
+        return _attend_and_keep(q_HTD, k_GTD, v_GTD, layer, run, selected)[0]
     out_HTD: Tensor = _ChunkAttention.apply(q_HTD, k_GTD, v_GTD, layer, run, selected)
     return out_HTD
 
@@ -49,12 +52,7 @@ class _ChunkAttention(torch.autograd.Function):
         run: ChunkPass,
         selected: SelectedPages | None,
     ) -> Tensor:
-        kept = run.kept
-        known = kept.get(layer.layer) if kept is not None else None
-        out_HTD, lse_HT = known or _attend(q_HTD, k_GTD, v_GTD, layer, run, selected)
-        run.memory.cache.settle(layer.layer)
-        if kept is not None:
-            kept[layer.layer] = (out_HTD, lse_HT)
+        out_HTD, lse_HT = _attend_and_keep(q_HTD, k_GTD, v_GTD, layer, run, selected)
         ctx.save_for_backward(q_HTD, k_GTD, v_GTD, out_HTD, lse_HT)
         ctx.layer, ctx.run, ctx.selected = layer, run, selected
         return out_HTD.view_as(out_HTD)  # a kept tensor must not become part of the graph
@@ -79,6 +77,19 @@ class _ChunkAttention(torch.autograd.Function):
         )
         ctx.run.memory.cache.settle(ctx.layer.layer)
         return dq if need_q else None, dk if need_k else None, dv if need_v else None, None, None, None
+
+
+def _attend_and_keep(
+    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass, selected: SelectedPages | None
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE, as they were kept, or kept from now on, where the chunk's are."""
+    kept = run.kept
+    known = kept.get(layer.layer) if kept is not None else None
+    result = known or _attend(q_HTD, k_GTD, v_GTD, layer, run, selected)
+    run.memory.cache.settle(layer.layer)
+    if kept is not None:
+        kept[layer.layer] = result
+    return result
 
 
 def _attend(

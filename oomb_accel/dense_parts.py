@@ -18,7 +18,7 @@ from oomb_accel.chunk_pass import ChunkPass, LayerCall
 from oomb_accel.past import past_ranges
 from oomb_accel.schedule import PageRange
 from oomb_accel.selection import Reach
-from oomb_kernels import AttentionCall, dense_attention_backward, dense_attention_forward, merge_attention_
+from oomb_kernels import AttentionCall, dense_attention_backward, dense_attention_forward, merge_attention_, of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def attend_dense_backward(
     """
 
     def attend_backward(part: DensePart) -> tuple[Tensor, Tensor, Tensor]:
-        """Of its rows, and of its own tokens."""
+        """Of its rows, and of its own tokens where it has some."""
         rows = part.rows
         keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
         part_dq, part_dk, part_dv = dense_attention_backward(
@@ -142,8 +142,11 @@ def attend_dense_backward(
             past = tokens.stop
             if need_kv:
                 seed = run.rounding_seed(layer.layer)
-                run.memory.cache.add_gradients(layer.layer, pages, part_dk[:, tokens], part_dv[:, tokens], seed=seed)
-        return part_dq, part_dk[:, past:], part_dv[:, past:]
+                dk, dv = of_rows(part_dk, tokens), of_rows(part_dv, tokens)
+                run.memory.cache.add_gradients(layer.layer, pages, dk, dv, seed=seed)
+        if part.pages and part.own is not None:
+            part_dk, part_dv = part_dk[:, past:], part_dv[:, past:]
+        return part_dq, part_dk, part_dv
 
     first, others = _divided(parts)
     dqs, dks, dvs = zip(*map(attend_backward, first), strict=True)
@@ -153,11 +156,6 @@ def attend_dense_backward(
     for part in others:
         of_rows(dq, part.rows).add_(attend_backward(part)[0])
     return dq, _side_by_side(dks), _side_by_side(dvs)
-
-
-def of_rows(x: Tensor, rows: slice) -> Tensor:
-    """``x[:, rows]``, for rows that exist; ``x`` where that is all of it, since views cost the host time, too."""
-    return x if rows.stop - rows.start == x.shape[1] else x[:, rows]
 
 
 def _divided(parts: list[DensePart]) -> tuple[list[DensePart], list[DensePart]]:

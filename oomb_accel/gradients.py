@@ -186,7 +186,7 @@ def _ready(parameters: Sequence[Any], ready: bool) -> Iterator[None]:
 def _add(sums: list[Tensor], grads: Sequence[Tensor | None]) -> None:
     pairs = [(s, g) for s, g in zip(sums, grads, strict=True) if g is not None]
     if pairs:
-        torch._foreach_add_([s for s, _ in pairs], [g.to(s.dtype) for s, g in pairs])
+        torch._foreach_add_([s for s, _ in pairs], [g for _, g in pairs])
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

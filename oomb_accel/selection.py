@@ -147,7 +147,6 @@ class PageSelector:
             self._reaches[past] = _divided(past, self._settings)
         return self._reaches[past]
 
-    @torch.no_grad()
     def note_queries(self, layer: int, chunk: Chunk, q_HTD: Tensor) -> None:
         """Tell the selector the queries of a chunk that runs for the first time, whether or not it selects pages.
 
@@ -160,7 +159,8 @@ class PageSelector:
         settings = self._settings
         if settings.causal_selection and layer in self._sparse_layers and chunk.own_pages:
             newest = min(settings.q_block, chunk.segments[-1].num_tokens)
-            pooled_HRD = pool_queries(q_HTD[:, q_HTD.shape[1] - newest :], settings.pooled_tokens)
+            with torch.no_grad():
+                pooled_HRD = pool_queries(q_HTD[:, q_HTD.shape[1] - newest :], settings.pooled_tokens)
             self._last_queries[layer] = (chunk.index, pooled_HRD)
 
     def select(

@@ -14,6 +14,7 @@ from oomb_kernels.dense_attention import (
     dense_attention_forward,
 )
 from oomb_kernels.determinism import deterministic_algorithms
+from oomb_kernels.layout import of_rows
 from oomb_kernels.lse_merge import merge_attention_
 from oomb_kernels.page_accumulate import accumulate_pages
 from oomb_kernels.page_attention import page_attention_backward, page_attention_forward
@@ -53,6 +54,7 @@ __all__ = [
     "has_float8_product",
     "load_pages",
     "merge_attention_",
+    "of_rows",
     "page_attention_backward",
     "page_attention_forward",
     "page_centroids",

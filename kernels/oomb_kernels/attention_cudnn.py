@@ -94,7 +94,7 @@ def backward(
     missing = q.shape[1] - num_q
     dout, out = (_pad_tokens(vector_aligned(token_major(x.to(q.dtype))), missing) for x in (dout_HTD, out_HTD))
     lse_HT = lse_HT.float()
-    lse_HT1 = (pad(lse_HT, (0, missing)) if missing else lse_HT).contiguous().unsqueeze(-1)
+    lse_HT = (pad(lse_HT, (0, missing)) if missing else lse_HT).contiguous()
     unused_seed = _unused_seed(q.device)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
         with_batch(dout),
@@ -102,7 +102,7 @@ def backward(
         with_batch(k),
         with_batch(v),
         with_batch(out),
-        lse_HT1.unsqueeze(0),
+        lse_HT.view(1, *lse_HT.shape, 1),
         unused_seed,
         unused_seed,
         None,  # attn_bias

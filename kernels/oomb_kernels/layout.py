@@ -9,8 +9,15 @@ _VECTOR_BYTES = 16  # library kernels load rows in words of this size
 def token_major(x_HTD: Tensor) -> Tensor:
     """`x_HTD` with memory ordered [T, H, D], as the projections around attention read and write it; copies
     only if needed."""
-    x_THD = x_HTD.transpose(0, 1)
-    return x_HTD if x_THD.is_contiguous() else x_THD.contiguous().transpose(0, 1)
+    num_heads, _, head_dim = x_HTD.shape
+    if x_HTD.stride() == (head_dim, num_heads * head_dim, 1):  # no view where numbers tell as much
+        return x_HTD
+    return x_HTD.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def of_rows(x: Tensor, rows: slice) -> Tensor:
+    """``x[:, rows]``, for rows that exist; ``x`` where that is all of it, since views cost the host time, too."""
+    return x if rows.stop - rows.start == x.shape[1] else x[:, rows]
 
 
 def with_batch(x_HTD: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Attention over selected pages: picks the kernels or their definition. Suffixes as in `page_lists`."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -103,7 +105,7 @@ def page_attention_backward(
                 dout_HTD, q_HTD, out_HTD, lse_HT, pool, slots_GN, grad_pool, grad_slots_GN, lists,
                 scale=scale, softcap=softcap, seed=seed, dq_HTD=dq_HTD, scales_GN2=scales_GN2,
             )  # fmt: skip
-    index = None if grad_pool is None else build_page_index(lists, unit_blocks(lists, pool[0].numel()))
+    index = None if grad_pool is None else build_page_index(lists, unit_blocks(lists, math.prod(pool.shape[1:])))
     return launch_page_attention_backward(
         dout_HTD, q_HTD, out_HTD, lse_HT, pool, slots_GN, grad_pool, grad_slots_GN, lists, index,
         scale=scale, softcap=softcap, seed=seed, dq_HTD=dq_HTD, scales_GN2=scales_GN2,

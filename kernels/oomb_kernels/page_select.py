@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from oomb_kernels.launch import cdiv, next_power_of_2
+from oomb_kernels.layout import of_rows
 from oomb_kernels.page_call import numeric_mode, score_factors, scores_of, tanh, upcast
 
 _MAX_ROWS = 128
@@ -35,10 +36,10 @@ def pool_queries(q_HTD: Tensor, sub_tokens: int = 16) -> Tensor:
     Returns:
         [H, ceil(T / sub_tokens), D] in q's dtype. Sums are formed in fp32 at least.
     """
-    whole = q_HTD.shape[1] // sub_tokens
-    pooled_HRD = q_HTD[:, : whole * sub_tokens].unflatten(1, (whole, sub_tokens)).mean(2)
-    rest_HTD = q_HTD[:, whole * sub_tokens :]
-    return torch.cat([pooled_HRD, rest_HTD.mean(1, keepdim=True)], 1) if rest_HTD.shape[1] else pooled_HRD
+    whole, rest = divmod(q_HTD.shape[1], sub_tokens)
+    tokens = whole * sub_tokens
+    pooled_HRD = of_rows(q_HTD, slice(0, tokens)).unflatten(1, (whole, sub_tokens)).mean(2)
+    return torch.cat([pooled_HRD, q_HTD[:, tokens:].mean(1, keepdim=True)], 1) if rest else pooled_HRD
 
 
 def page_centroids(k_GTD: Tensor, part_tokens: int) -> Tensor:
@@ -350,10 +351,14 @@ def page_mass(
     assert num_heads % num_groups == 0 and centroids_GCD.shape[2] == head_dim and centroids_GCD.shape[1] % parts == 0
     assert scale > 0, scale
     assert pooled_HRD.dtype == centroids_GCD.dtype, f"{pooled_HRD.dtype} queries, {centroids_GCD.dtype} centroids"
-    on_gpu = pooled_HRD.is_cuda and pooled_HRD.dtype != torch.float64
-    run = launch_page_mass if on_gpu else page_mass_reference
+    if pooled_HRD.is_cuda and pooled_HRD.dtype != torch.float64:
+        return launch_page_mass(
+            pooled_HRD, centroids_GCD, parts=parts, scale=scale, block_rows=block_rows, softcap=softcap
+        )
     with torch.autocast(pooled_HRD.device.type, enabled=False):  # it would round the scores
-        return run(pooled_HRD, centroids_GCD, parts=parts, scale=scale, block_rows=block_rows, softcap=softcap)
+        return page_mass_reference(
+            pooled_HRD, centroids_GCD, parts=parts, scale=scale, block_rows=block_rows, softcap=softcap
+        )
 
 
 def top_pages(mass_GBN: Tensor, k: int) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._nn import linear  # DeepSpeed puts its own in torch.nn.functional
 
 from oomb_kernels import checksums, float8_product, has_float8_product, quantize_rows
 
@@ -80,23 +81,25 @@ class Float8Weight:
 
 
 def base_product(
-    x: Tensor, weight_OI: Tensor | None, bias_O: Tensor | None, out_TO: Tensor, float8: Float8Weight | None
+    x: Tensor,
+    rows_TI: Tensor,
+    weight_OI: Tensor | None,
+    bias_O: Tensor | None,
+    out_TO: Tensor,
+    float8: Float8Weight | None,
 ) -> None:
     """``out = x W^T + bias`` of a frozen layer.
 
     Args:
         x: ``[..., I]``; all in the dtype of ``out``.
+        rows_TI: the same, row by row.
         weight_OI: read where there is no weight in 8 bits.
     """
     if float8 is not None:
         float8.product(x, bias_O, out_TO)
         return
     assert weight_OI is not None
-    rows = x.reshape(-1, x.shape[-1])
-    if bias_O is None:
-        torch.mm(rows, weight_OI.t(), out=out_TO)
-    else:
-        torch.addmm(bias_O, rows, weight_OI.t(), out=out_TO)
+    linear(rows_TI, weight_OI, bias_O, out=out_TO)  # type: ignore[call-arg]  # its stub does not know of `out`
 
 
 def base_input_gradient(

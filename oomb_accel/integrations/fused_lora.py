@@ -5,11 +5,11 @@ the products that is six reads and writes of the output, and four of the input, 
 to what is there, in their own fp32: ``y += s (x A^T) B^T``, ``dx += s (dy B) A``. Sums are rounded once instead of two
 or three times.
 
-Layers that read the same input (q, k and v; gate and up) share more. The first that is called multiplies x by the A of
-all of them; the others find their part when they come. In the graph they are a chain: each hands x on to the next, so
-each adds its ``dy W`` to the ``dx`` of the next, and the first adds LoRA's share for all. Nothing is computed before it
-is asked for but ``x A^T``, which is small: a layer that is called otherwise than its name suggests costs that product,
-and nothing else.
+Layers that read the same input (q, k and v; gate and up) run together, as one node of the graph. The first that is
+called computes the outputs of all of them, from one product for ``x A^T``; the others find theirs when they come. In
+the backward each adds its ``dy W`` to the ``dx`` of the next, last layer first, and LoRA's share is added for all. A
+layer that is called otherwise than its name suggests costs the host and the device what its siblings take, and nothing
+else.
 
 Only where the result is PEFT's own: one active adapter of plain LoRA without dropout or biases, unmerged, on a frozen
 `nn.Linear` that nobody has put a hook on. Everything else is left to PEFT, layer by layer and call by call.
@@ -73,13 +73,13 @@ def fused_lora(
     @contextmanager
     def active() -> Iterator[None]:
         fused = [layer for layer in plain if "forward" not in vars(layer)]
-        for layer in fused:
-            layer.forward = forwards[layer]  # type: ignore[method-assign]
+        for layer in fused:  # past nn.Module's __setattr__ and __delattr__: there are some 200 of them, in every pass
+            vars(layer)["forward"] = forwards[layer]
         try:
             yield
         finally:
             for layer in fused:
-                del layer.forward
+                del vars(layer)["forward"]
             calls.forget()
 
     return active
@@ -98,17 +98,32 @@ class _Parts:
     a_RI: Tensor
     """Parameters."""
     copied_b_OR: Tensor
+    copied_b_RO: Tensor
+    """A view of it: to make one takes the host as long as a product does."""
+    unread: Tensor
+    """One number, for products that take something to add and are told not to."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     """A layer and its siblings, as they run when the layer is the first that is called with an input."""
 
-    parts: _Parts
-    others: dict[Any, _Parts]
+    layers: tuple[Any, ...]
+    parts: tuple[_Parts, ...]
+    """Of each layer."""
+    parameters: tuple[Tensor, ...]
+    """B of each layer, then A of each."""
     a_SI: Tensor
-    """Copies of A of all of them, one below the other; of the layer first."""
+    """Copies of all A, one below the other."""
+    a_IS: Tensor
+    """A view of them."""
     ranks: tuple[int, ...]
+    wide: torch.dtype
+    """Of the gradients of A: to cast them together takes less than autograd's casts one by one."""
+
+    def weights(self, dtype: torch.dtype) -> list[Tensor | None]:
+        """Of the base layers, in a dtype; None where there is one in 8 bits."""
+        return [_in(dtype, its.weight_OI) for its in self.parts]
 
 
 @dataclass(slots=True)
@@ -119,10 +134,8 @@ class _Shared:
     """The input as the caller has it."""
     state: tuple[Any, ...] | None
     """Of the input and of torch's modes, when it was read."""
-    x: Tensor
-    """The same values; its gradient goes to the layer that was called last."""
-    waiting: dict[Any, tuple[_Parts, Tensor]]
-    """Parts of each layer that has not come yet, and its ``x A^T``."""
+    outputs: dict[Any, Tensor]
+    """Of each layer that has not come yet."""
 
 
 class _Calls:
@@ -145,31 +158,24 @@ class _Calls:
         # Tensors of inference mode do not tell of changes in place: there each call stands alone.
         state = None if x.is_inference() else (x._version, dtype, autocast, torch.is_grad_enabled())
         shared = self._shared
-        if shared is not None and layer in shared.waiting and shared.source is x and shared.state == state:
-            return self._next(layer, shared)
+        if shared is not None and layer in shared.outputs and shared.source is x and shared.state == state:
+            out = shared.outputs.pop(layer)
+            if not shared.outputs:
+                self._shared = None
+            return out
         group = self._group(layer, dtype, autocast, alone=state is None or x.shape[-1] != layer.in_features)
         if group is None:
             return lora.Linear.forward(layer, x)
-        parts, others = group.parts, group.others
-        other_a = (its.a_RI for its in others.values())
-        out, *left = _FusedLinear.apply(x, parts.weight_OI, parts.b_OR, dtype, group, parts.a_RI, *other_a)
-        self._shared = None
-        if others:
-            passed_on, *xas = left
-            waiting = {sibling: (its, xa) for (sibling, its), xa in zip(others.items(), xas, strict=True)}
-            self._shared = _Shared(x, state, passed_on, waiting)
+        if torch.is_grad_enabled():
+            out, *others = _FusedLinears.apply(x, dtype, group, *group.parameters)
+        else:  # a node of the graph takes the host longer than most operations
+            (out, *others), _ = _outputs(_in(dtype, x), group.weights(dtype), group)
+        self._shared = _Shared(x, state, dict(zip(group.layers[1:], others, strict=True))) if others else None
         return out
 
     def forget(self) -> None:
         """The pass is over."""
         self._shared = None
-
-    def _next(self, layer: Any, shared: _Shared) -> Tensor:
-        parts, xa = shared.waiting.pop(layer)
-        out, shared.x = _NextFusedLinear.apply(shared.x, xa, parts.weight_OI, parts.b_OR, parts)
-        if not shared.waiting:
-            self._shared = None
-        return out
 
     def _group(self, layer: Any, dtype: torch.dtype, autocast: bool, *, alone: bool) -> _Group | None:
         """None where PEFT has to run the layer."""
@@ -179,17 +185,26 @@ class _Calls:
         return self._groups[key]
 
     def _make_group(self, layer: Any, dtype: torch.dtype, autocast: bool, alone: bool) -> _Group | None:
-        parts = _parts(layer, dtype, autocast)
-        if parts is None:
+        first = _parts(layer, dtype, autocast)
+        if first is None:
             return None
-        others = {}
+        found = {layer: first}
         for sibling in () if alone else self._siblings.get(layer, ()):
             its = _parts(sibling, dtype, autocast) if sibling is not layer else None
-            if its is not None and its.a_RI.shape[1] == parts.a_RI.shape[1] and its.a_RI.device == parts.a_RI.device:
-                others[sibling] = its
-        all_a = [parts.a_RI, *(its.a_RI for its in others.values())]
-        a_SI = _in(dtype, torch.cat([a_RI.detach() for a_RI in all_a]) if others else parts.a_RI)
-        return _Group(parts, others, a_SI, tuple(len(a_RI) for a_RI in all_a))
+            if its is not None and its.a_RI.shape[1] == first.a_RI.shape[1] and its.a_RI.device == first.a_RI.device:
+                found[sibling] = its
+        parts = tuple(found.values())
+        all_a = [its.a_RI for its in parts]
+        a_SI = _copied(dtype, torch.cat([a_RI.detach() for a_RI in all_a]) if len(all_a) > 1 else first.a_RI)
+        return _Group(
+            layers=tuple(found),
+            parts=parts,
+            parameters=(*(its.b_OR for its in parts), *all_a),
+            a_SI=a_SI,
+            a_IS=a_SI.t(),
+            ranks=tuple(len(a_RI) for a_RI in all_a),
+            wide=torch.promote_types(dtype, first.a_RI.dtype),
+        )
 
 
 def _parts(layer: Any, dtype: torch.dtype, autocast: bool) -> _Parts | None:
@@ -207,12 +222,20 @@ def _parts(layer: Any, dtype: torch.dtype, autocast: bool) -> _Parts | None:
     float8 = float8_of(base)
     weight_OI = base.weight if float8 is None else None
     bias_O = None if base.bias is None else _in(dtype, base.bias)
-    return _Parts(weight_OI, bias_O, float8, float(layer.scaling[adapter]), b_OR, a_RI, _in(dtype, b_OR))
+    copied_b_OR = _copied(dtype, b_OR)
+    unread = copied_b_OR.new_empty(())
+    scale = float(layer.scaling[adapter])
+    return _Parts(weight_OI, bias_O, float8, scale, b_OR, a_RI, copied_b_OR, copied_b_OR.t(), unread)
 
 
-def _in(dtype: torch.dtype, parameter: Tensor) -> Tensor:
-    """A copy in this dtype; the parameter itself where it has it: what ZeRO 3 gathers lies elsewhere each time."""
-    return parameter if parameter.dtype == dtype else parameter.detach().to(dtype)
+def _in(dtype: torch.dtype, x: Any) -> Any:
+    """A tensor in this dtype, without graph where that makes a copy; None is none."""
+    return x if x is None or x.dtype == dtype else x.detach().to(dtype)
+
+
+def _copied(dtype: torch.dtype, parameter: Tensor) -> Tensor:
+    """A copy in this dtype, also where the parameter has it: what ZeRO 3 gathers lies elsewhere each time."""
+    return parameter.detach().to(dtype, copy=True)
 
 
 def _only_adapter(layer: Any) -> str | None:
@@ -240,129 +263,92 @@ def _is_plain(module: nn.Module) -> bool:
     return type(module.weight) is nn.Parameter  # looked at last: where ZeRO 3 watches, looking gathers it
 
 
-class _FusedLinear(torch.autograd.Function):
-    """A layer, and ``x A^T`` of layers that will be called with the same x. Differentiable once."""
+class _FusedLinears(torch.autograd.Function):
+    """Layers that read the same x. Differentiable once."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight_OI: Tensor | None, b_OR: Tensor, dtype: torch.dtype, group: _Group, *all_a: Tensor
-    ) -> tuple[Tensor, ...]:
-        """
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, group: _Group, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """The output of each layer.
+
         Args:
             dtype: what is computed in; others are cast.
-            b_OR, all_a: parameters, for their gradients: of this layer, then A of the others.
-
-        Returns:
-            The output; where there are others x for the next layer, and ``x A^T`` of each.
+            parameters: of the group, for their gradients.
         """
-        x, weight_OI = x.to(dtype), None if weight_OI is None else weight_OI.to(dtype)
-        xa, *other_xas = _split(x.reshape(-1, x.shape[-1]) @ group.a_SI.t(), group.ranks, dim=1)
-        out = _output(x, xa, weight_OI, group.parts)
-        outputs = (out, x, *other_xas) if other_xas else (out,)
+        x, weights = _in(dtype, x), group.weights(dtype)
+        outs, xas = _outputs(x, weights, group)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, xa, weight_OI)
+        ctx.save_for_backward(x, *xas, *weights)
         ctx.group = group
-        need_x, _, need_b, _, _, *need_as = ctx.needs_input_grad
+        need_x, _, _, *need = ctx.needs_input_grad
         if not need_x:
-            depends = (need_as[0] or need_b, False, *need_as[1:])
-            ctx.mark_non_differentiable(*(one for one, does in zip(outputs, depends, strict=False) if not does))
-        return outputs
+            need_bs, need_as = need[: len(outs)], need[len(outs) :]
+            ctx.mark_non_differentiable(*(outs[n] for n in range(len(outs)) if not need_bs[n] and not need_as[n]))
+        return outs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, dout: Tensor | None, dx: Tensor | None = None, *other_dxas: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        x, xa, weight_OI = ctx.saved_tensors
-        a_SI, ranks = ctx.group.a_SI, ctx.group.ranks
-        need_x, _, need_b, _, _, *need_as = ctx.needs_input_grad
-        needed = (need_x, need_x or need_as[0], need_b)
-        dx, dxa, db_OR = _gradients(dout, dx, xa, weight_OI, ctx.group.parts, needed, x.shape)
-        das: list[Tensor | None] = [None] * len(ranks)
-        # Those that had a part in the result; the A of a layer that had none has no gradient.
-        parts = {place: one for place, one in enumerate((dxa, *other_dxas)) if one is not None}
-        if parts:
-            dxa_TS = torch.cat(list(parts.values()), dim=1) if len(parts) > 1 else next(iter(parts.values()))
-            if dx is not None:
-                if len(parts) < len(ranks):
-                    all_a = a_SI.split(list(ranks))
-                    a_SI = torch.cat([all_a[place] for place in parts])
-                dx.view(-1, dx.shape[-1]).addmm_(dxa_TS, a_SI)
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
+        group, count = ctx.group, len(douts)
+        x, *saved = ctx.saved_tensors
+        xas, weights = saved[:count], saved[count:]
+        need_x, _, _, *need = ctx.needs_input_grad
+        need_bs, need_as = need[:count], need[count:]
+        dx_TI: Tensor | None = None
+        dxas: dict[int, Tensor] = {}
+        dbs: list[Tensor | None] = [None] * count
+        das: list[Tensor | None] = [None] * count
+        for n in reversed(range(count)):
+            dout, parts = douts[n], group.parts[n]
+            if dout is None:  # the output had no part in the result
+                continue
+            dy_TO = _rows(dout)
+            if need_x:
+                dx_TI = base_input_gradient(dy_TO, weights[n], parts.float8, add_to=dx_TI)
+            if need_x or need_as[n]:
+                dxas[n] = _scaled_product(dy_TO, parts.copied_b_OR, parts)
+            if need_bs[n]:
+                dbs[n] = _scaled_product(dy_TO.t(), xas[n], parts)
+        if dxas:
+            had_part = sorted(dxas)
+            dxa_TS = torch.cat([dxas[n] for n in had_part], dim=1) if len(dxas) > 1 else dxas[had_part[0]]
+            if dx_TI is not None:
+                dx_TI.addmm_(dxa_TS, group.a_SI if len(dxas) == count else _parts_of_a(group, had_part))
             if any(need_as):
-                da_SI = dxa_TS.t() @ x.reshape(-1, x.shape[-1])
-                for place, da_RI in zip(parts, _split(da_SI, [ranks[place] for place in parts], dim=0), strict=True):
-                    das[place] = da_RI
-        return dx, None, db_OR, None, None, *das
+                da_SI = (dxa_TS.t() @ _rows(x)).to(group.wide)
+                for n, da_RI in zip(had_part, _split(da_SI, [group.ranks[n] for n in had_part], dim=0), strict=True):
+                    das[n] = da_RI
+        return None if dx_TI is None else dx_TI.view(x.shape), None, None, *dbs, *das
 
 
-class _NextFusedLinear(torch.autograd.Function):
-    """A layer whose x and ``x A^T`` are those of the layer before. Differentiable once."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, xa: Tensor, weight_OI: Tensor | None, b_OR: Tensor, parts: _Parts
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the output; x for the next layer. ``b_OR`` is the parameter, for its gradient."""
-        weight_OI = None if weight_OI is None else weight_OI.to(x.dtype)
-        out = _output(x, xa, weight_OI, parts)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(xa, weight_OI)
-        ctx.parts, ctx.shape = parts, x.shape
-        if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(x)
-        return out, x
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, ...]:
-        xa, weight_OI = ctx.saved_tensors
-        need_x, need_xa, _, need_b, _ = ctx.needs_input_grad
-        dx, dxa, db_OR = _gradients(dout, dx, xa, weight_OI, ctx.parts, (need_x, need_xa, need_b), ctx.shape)
-        return dx, dxa, None, db_OR, None
+def _outputs(x: Tensor, weights: Sequence[Tensor | None], group: _Group) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
+    """Outputs of all layers, ``x W^T + bias + scale xa B^T``; and ``xa``, the ``x A^T`` of each."""
+    rows_TI = _rows(x)
+    xas, outs = _split(rows_TI @ group.a_IS, group.ranks, dim=1), []
+    for xa, weight_OI, parts in zip(xas, weights, group.parts, strict=True):
+        num_outputs = parts.b_OR.shape[0]
+        out = x.new_empty(*x.shape[:-1], num_outputs)  # no view, which nobody could change in place
+        flat = out.view(-1, num_outputs)
+        base_product(x, rows_TI, weight_OI, parts.bias_O, flat, parts.float8)
+        flat.addmm_(xa, parts.copied_b_RO, alpha=parts.scale)
+        outs.append(out)
+    return tuple(outs), xas
 
 
-def _output(x: Tensor, xa: Tensor, weight_OI: Tensor | None, parts: _Parts) -> Tensor:
-    """``x W^T + bias + scale xa B^T``."""
-    num_outputs = len(parts.b_OR)
-    out = x.new_empty(*x.shape[:-1], num_outputs)  # no view, which nobody could change in place
-    flat = out.view(-1, num_outputs)
-    base_product(x, weight_OI, parts.bias_O, flat, parts.float8)
-    flat.addmm_(xa, parts.copied_b_OR.t(), alpha=parts.scale)
-    return out
+def _parts_of_a(group: _Group, numbers: Sequence[int]) -> Tensor:
+    """Copies of A of some layers."""
+    all_a = _split(group.a_SI, group.ranks, dim=0)
+    return torch.cat([all_a[n] for n in numbers])
 
 
-def _gradients(
-    dout: Tensor | None,
-    dx: Tensor | None,
-    xa: Tensor,
-    weight_OI: Tensor | None,
-    parts: _Parts,
-    needed: tuple[bool, bool, bool],
-    shape: torch.Size,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of x through the weight, added to what the layers behind have made; of ``x A^T``; of B.
-
-    Args:
-        dout: None where the output had no part in the result.
-        dx: of layers behind, nobody else's; None where there are none.
-        needed: which of the results.
-        shape: of x.
-    """
-    if dout is None:
-        return dx, None, None
-    need_x, need_xa, need_b = needed
-    dy_TO = dout.reshape(-1, len(parts.b_OR))
-    if need_x:
-        so_far_TI = None if dx is None else dx.view(-1, shape[-1])
-        dx = base_input_gradient(dy_TO, weight_OI, parts.float8, add_to=so_far_TI).view(shape)
-    dxa = _scaled_product(dy_TO, parts.copied_b_OR, parts.scale) if need_xa else None
-    return dx, dxa, _scaled_product(dy_TO.t(), xa, parts.scale) if need_b else None
-
-
-def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+def _scaled_product(left: Tensor, right: Tensor, parts: _Parts) -> Tensor:
     """``scale left right``, scaled by the product itself."""
-    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)  # what is there is not read
+    return torch.addmm(parts.unread, left, right, beta=0, alpha=parts.scale)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``[T, I]`` of ``[..., I]``."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def _split(matrix: Tensor, sizes: Sequence[int], *, dim: int) -> Sequence[Tensor]:
-    return matrix.split(list(sizes), dim=dim) if len(sizes) > 1 else (matrix,)
+    return torch.split_with_sizes(matrix, sizes, dim) if len(sizes) > 1 else (matrix,)

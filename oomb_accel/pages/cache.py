@@ -22,7 +22,7 @@ from oomb_accel.pages.shape import PageShape
 from oomb_accel.pages.stored import Records, StoredPages, Wanted, WantedLater
 from oomb_accel.pages.tiered import TieredPages
 from oomb_accel.schedule import Chunk, ChunkSchedule, PageRange
-from oomb_kernels import accumulate_pages, add_pages_, load_pages, store_pages
+from oomb_kernels import accumulate_pages, add_pages_, load_pages, of_rows, store_pages
 
 MakeRecords: TypeAlias = Callable[[Kind, int, torch.dtype], Records]
 """Makes the records of a kind, given for how many there must be room and their dtype."""
@@ -108,11 +108,13 @@ class PagedKVCache:
         start = chunk.num_tokens - len(pages) * self._shape.page_tokens  # own pages end where the chunk ends
         slots = self._values.use(layer, pages, write=True)
         scales = self.value_scales(layer, pages)
-        store_pages(self._values.pool.storage, slots, k_GTD[:, start:], v_GTD[:, start:], scales)
+        tokens = slice(start, chunk.num_tokens)
+        k_GTD = of_rows(k_GTD, tokens)
+        store_pages(self._values.pool.storage, slots, k_GTD, of_rows(v_GTD, tokens), scales)
         if layer in self._shape.sparse_layers:
             if self._centroids is None:
                 self._centroids = CentroidBank(self._shape, self._num_pages, k_GTD.dtype, self._device)
-            self._centroids.store(layer, pages, k_GTD[:, start:])
+            self._centroids.store(layer, pages, k_GTD)
 
     def load(self, layer: int, *ranges: PageRange) -> tuple[Tensor, Tensor]:
         """K and V of earlier pages, gathered one range after another: two contiguous ``[G, n * P, D]``."""
@@ -192,8 +194,8 @@ class PagedKVCache:
                 accumulate_pages(
                     gradients.pool.storage,
                     slots,
-                    dk_GTD[:, rows],
-                    dv_GTD[:, rows],
+                    of_rows(dk_GTD, rows),
+                    of_rows(dv_GTD, rows),
                     first=not held,
                     seed=seed,
                 )
@@ -206,12 +208,12 @@ class PagedKVCache:
         Args:
             dk_GTD, dv_GTD: the whole chunk's, ``[G, T, D]``.
         """
-        start = chunk.num_tokens - len(chunk.own_pages) * self._shape.page_tokens
+        tokens = slice(chunk.num_tokens - len(chunk.own_pages) * self._shape.page_tokens, chunk.num_tokens)
         for gradients in (self._gradients, self._sink_gradients):
             if gradients is not None and gradients.exists(layer, chunk.own_pages).any():
                 # Pages without gradients are zeros: in one piece, since few kernels cost less than few bytes.
                 slots = gradients.use(layer, chunk.own_pages)
-                add_pages_(gradients.pool.storage, slots, dk_GTD[:, start:], dv_GTD[:, start:])
+                add_pages_(gradients.pool.storage, slots, of_rows(dk_GTD, tokens), of_rows(dv_GTD, tokens))
         self._bring_next("gradients", layer, chunk.own_pages)
 
     def settle(self, layer: int) -> None:

@@ -22,9 +22,11 @@ class CentroidBank:
     def __init__(self, shape: PageShape, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         self._parts = shape.parts
         self._part_tokens = shape.page_tokens // self._parts
-        self._rows = {layer: row for row, layer in enumerate(sorted(shape.sparse_layers))}
-        size = (len(self._rows), num_pages, self._parts, shape.num_kv_heads, shape.head_dim)
+        layers = sorted(shape.sparse_layers)
+        size = (len(layers), num_pages * self._parts, shape.num_kv_heads, shape.head_dim)
         self._bank = torch.empty(size, dtype=dtype, device=device)
+        self._of_layer = dict(zip(layers, self._bank.transpose(1, 2).unbind(), strict=True))
+        """``[G, N * C, D]``, views."""
 
     @property
     def num_bytes(self) -> int:
@@ -36,4 +38,4 @@ class CentroidBank:
 
     def of(self, layer: int, pages: PageRange) -> Tensor:
         """``[G, C, D]``, a view; the parts of a page stand together."""
-        return self._bank[self._rows[layer], pages.first : pages.end].flatten(0, 1).transpose(0, 1)
+        return self._of_layer[layer][:, pages.first * self._parts : pages.end * self._parts]

@@ -79,6 +79,8 @@ class StoredPages:
         self.pool = PagePool(num_slots, shape.page_tokens, shape.head_dim, dtype, device)
         size = (shape.num_layers, num_pages, shape.num_kv_heads)
         self._mirror = torch.full(size, NO_SLOT, dtype=torch.int32, device=device)
+        self._slots_GN = self._mirror.transpose(1, 2).unbind()
+        """By layer, views: each that is made in a pass takes the host as long as an operation does."""
 
     def exists(self, layer: int, pages: PageRange) -> npt.NDArray[np.bool_]:
         exists: npt.NDArray[np.bool_] = self._table.slots(layer, pages) != NO_SLOT
@@ -105,9 +107,9 @@ class StoredPages:
         self.pool.storage.index_fill_(0, slots.long(), 0)
 
     def use(self, layer: int, *ranges: PageRange, wanted: WantedLater | None = None, write: bool = False) -> Tensor:
-        parts = [self._mirror[layer, pages.first : pages.end] for pages in ranges]
-        slots_NG = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return slots_NG.t()
+        slots_GN = self._slots_GN[layer]
+        parts = [slots_GN[:, pages.first : pages.end] for pages in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def settle(self, layer: int) -> None:
         return None

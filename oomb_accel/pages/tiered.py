@@ -97,6 +97,8 @@ class TieredPages:
         self._least_worth = [LeastWorth() for _ in range(shape.num_layers)]
         self._mirror = torch.full(size, NO_SLOT, dtype=torch.int32, device=device)
         """The slots, for kernels: right for what is in use, and where no record is."""
+        self._slots_GN = self._mirror.transpose(1, 2).unbind()
+        """The same by layer, views."""
         self._moved: list[list[Places]] = [[] for _ in range(shape.num_layers)]
         """By layer, records that got slots of which the mirror does not know yet."""
         self._num_heads = shape.num_kv_heads
@@ -231,8 +233,9 @@ class TieredPages:
             moved, slots = np.concatenate(self._moved[layer]), self._rows[layer].slots
             self._moved[layer].clear()
             self._mover.launch(functools.partial(set_slots, self._mirror, layer * slots.size), moved, slots[moved])
-        parts = [self._mirror[layer, pages.first : pages.end] for pages in ranges]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).t()
+        slots_GN = self._slots_GN[layer]
+        parts = [slots_GN[:, pages.first : pages.end] for pages in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _missing(self, layer: int, here: Places) -> tuple[Places, Places]:
         """Those that are not on the device, and those of them that the host has."""
