@@ -69,7 +69,7 @@ class Foresight:
         """Of all records of a layer, which chunks use them: bit ``index % 8`` for each of the chunks below."""
         self._marked: dict[tuple[Kind, int], range] = {}
         self._soonest: tuple[int, Worths] | None = None
-        """The next chunk, -1 behind the first one, and for each byte of bits the number of the soonest that it names."""
+        """The next chunk (-1 behind the first), and for each byte of bits the number of the soonest that it names."""
 
     def begin(self, chunk: Chunk, phase: Phase) -> list[Need]:
         """Tell that a run begins. Returns what it will use, in order, and what the next one uses first."""
