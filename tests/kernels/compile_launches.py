@@ -227,7 +227,7 @@ class _AbsentDevice:
 
 
 def _compile(arch: int, head_dims: HeadDims, names: list[str]) -> list[Build]:
-    driver.set_active(_AbsentDevice(arch))  # type: ignore[no-untyped-call, arg-type]
+    driver.set_active(_AbsentDevice(arch))
     launched: list[tuple[str, Any]] = []
 
     def compiled(function: JITFunction[Any], grid: Any) -> Callable[..., None]:
@@ -238,7 +238,7 @@ def _compile(arch: int, head_dims: HeadDims, names: list[str]) -> list[Build]:
 
         return launch
 
-    JITFunction.__getitem__ = compiled  # type: ignore[method-assign, assignment]
+    JITFunction.__getitem__ = compiled
     found: dict[str, Build] = {}
     for name in names:
         for what in LAUNCHES[name](head_dims):
