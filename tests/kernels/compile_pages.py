@@ -27,6 +27,7 @@ _FUNCTIONS: dict[Kernel, Any] = {
     "backward_sum": page_dq._page_dq_sum_kernel,
 }
 _LIKE_Q = {"q", "out", "dout", "dq", "other_out", "other_dq"}
+_TILES = {"records", "ds_tiles", "dout_rows", "q_rows"}
 _FP32 = {"lse", "stats", "other_lse", "partials", "scales"}
 _INT32 = {"slots", "counts", "grad_slots", "block_counts", "units", "ends", "next_piece", "visits"}
 _SCALARS = {"scale": "fp32", "factor": "fp32", "cap": "fp32", "seed": "i64"}
@@ -98,12 +99,15 @@ def _constants(build: Build) -> dict[str, Any]:
         "BLOCK_N": build.tiles.block_n,
         "BLOCK_D": triton.next_power_of_2(build.head_dim),
         "UP": False,
+        "TMA": build.arch >= 90,
         "PRECISION": "ieee" if build.dtype == "fp32" else "tf32",
     }
 
 
 def _type(name: str, build: Build) -> str:
     block_d = triton.next_power_of_2(build.head_dim)
+    if build.arch < 90 and name in _TILES:
+        return "*fp8e4nv" if build.float8 and name == "records" else "*" + build.dtype
     if name == "records":
         stored = "fp8e4nv" if build.float8 else build.dtype
         return f"tensordesc<{stored}[{build.tiles.block_n}, {block_d}]>"
