@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from oomb_kernels import FLOAT8, checksum, copy_kernel, lse_merge, page_accumulate, page_store, row_float8, slot_update
 from oomb_kernels import token_loss as loss
+from tests.kernels.ptxas import resources
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GROUPS, PAGES = 4, 3
@@ -250,21 +247,7 @@ def _compile(arch: int, head_dims: HeadDims, names: list[str]) -> list[Build]:
 
 
 def _build(kernel: str, what: str, build: Any, arch: int) -> Build:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.ptx")
-        path.write_text(build.asm["ptx"])
-        command = [
-            knobs.nvidia.ptxas.path,
-            "-v",
-            f"--gpu-name=sm_{arch}{'a' * (arch >= 90)}",
-            str(path),
-            "-o",
-            os.devnull,
-        ]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
-    assert registers is not None and spilled is not None, said
-    return Build(kernel, what, build.metadata.shared, int(registers[1]), int(spilled[1]))
+    return Build(kernel, what, build.metadata.shared, *resources(build.asm["ptx"], arch))
 
 
 if __name__ == "__main__":

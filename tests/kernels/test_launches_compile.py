@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 import pytest
-from triton import knobs
 
 from tests.kernels.compile_launches import LAUNCHES, Build, builds_of
+from tests.kernels.ptxas import need_ptxas
 
 FLOAT8 = {"quantized rows", "float8 pages"}
 KERNELS = [name for name in LAUNCHES if name != "lengths"]
@@ -21,10 +21,7 @@ _MOST_SHARED_BYTES = 48 * 1024
 
 @pytest.fixture(autouse=True)
 def needs_ptxas() -> None:
-    try:
-        assert knobs.nvidia.ptxas.path
-    except RuntimeError as error:
-        pytest.skip(f"compiling without a GPU needs ptxas of Triton's wheel: {error}")
+    need_ptxas()
 
 
 def check(builds: Iterable[Build]) -> None:
