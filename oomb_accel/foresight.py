@@ -68,8 +68,8 @@ class Foresight:
         self._uses: dict[tuple[Kind, int], npt.NDArray[np.uint8]] = {}
         """Of all records of a layer, which chunks use them: bit ``index % 8`` for each of the chunks below."""
         self._marked: dict[tuple[Kind, int], range] = {}
-        self._soonest: tuple[int, Worths] = -1, np.empty(0, np.float32)
-        """The next chunk, and for each byte of bits the number of the soonest that it names."""
+        self._soonest: tuple[int, Worths] | None = None
+        """The next chunk (-1 behind the first), and for each byte of bits the number of the soonest that it names."""
 
     def begin(self, chunk: Chunk, phase: Phase) -> list[Need]:
         """Tell that a run begins. Returns what it will use, in order, and what the next one uses first."""
@@ -171,7 +171,7 @@ class Foresight:
             for index in coming:
                 if index not in marked:
                     self._mark_uses(uses, kind, layer, self._chunks[index])
-        if self._soonest[0] != next_index:
+        if self._soonest is None or self._soonest[0] != next_index:
             self._soonest = next_index, _soonest(coming)
         worth: Worths = self._soonest[1][uses[places]]
         return worth

@@ -47,8 +47,8 @@ PAGE_FAULTS = {
         ),
         "dQ: dS of the first query head for all": (" * GROUP + first_head) * P", " * GROUP) * P"),
         "dQ: dS of the first rows of a block for all": (
-            "ds_tiles.load([ds_at, first % Q_BLOCK])",
-            "ds_tiles.load([ds_at, 0])",
+            "_load_ds(ds_tiles, ds_at, first % Q_BLOCK, True,",
+            "_load_ds(ds_tiles, ds_at, 0, True,",
         ),
         "dQ: dS times the first page of a list": (
             "        slot = tl.load(list_at + (step + 1) // SUBS, mask=step + 1 < num_steps, other=0)",
@@ -89,6 +89,14 @@ PAGE_FAULTS = {
         ),
         "dK: rounded to nearest": ("round_to_bfloat16(dk, draw & 0xFFFF)", "round_to_bfloat16(dk, draw * 0 + 0x8000)"),
         "dK, dV: all pages rounded by the same bits": ("key * (P * D) + tile", "key * 0 + tile"),
+        "before Hopper: rows behind the last token read": (
+            "mask=(row < num_tokens)[:, None] & (",
+            "mask=(row > -1)[:, None] & (",
+        ),
+        "before Hopper: dS of all rows of a block in one place": (
+            "* Q_BLOCK + first\n        tl.store",
+            "* Q_BLOCK\n        tl.store",
+        ),
         "dS: of all heads in one place": (" * GROUP + lane_head) * P + first_row", " * GROUP) * P + first_row"),
         "dS: not kept for the first KV head of a turn": ("(group - first_group) * num_blocks", "group * num_blocks"),
         "dS: in the order of the pages' lists": ("(visit & 0xFFFF)", "0"),
@@ -115,7 +123,10 @@ PAGE_FAULTS = {
         "forward: 8 bits with the scales of the first page": ("tl.minimum(step + 1, num_steps - 1)", "0"),
     },
     ("page_dq.py", FLOAT8): {
-        "dQ: V in 8 bits with the scale of K": ("2 * (step // SUBS) + 1, SCALED", "2 * (step // SUBS), SCALED"),
+        "dQ: V in 8 bits with the scale of K": (
+            "record_row + P, scale_at + 1, SCALED",
+            "record_row + P, scale_at, SCALED",
+        ),
         "dQ: K in 8 bits with the scale of the first page": (
             "page_scale = tl.load(scales_at + 2 * ((step + 1) // SUBS), mask=step + 1 < num_steps, other=0.0)",
             "            pass",

@@ -178,6 +178,13 @@ def test_of_dense_layers_the_oldest_stay() -> None:
             assert (np.diff(worth[:, 0]) < 0).all() and (worth[:, 0] == worth[:, 1]).all()
 
 
+def test_behind_the_first_chunk_nothing_is_worth_anything() -> None:
+    """Asked there for the first time."""
+    plan, _, foresight = stream()
+    foresight.begin(plan.chunks[0], "backward")
+    assert (worths(foresight, plan, "gradients", 1) == -1).all()
+
+
 def test_a_recompute_with_kept_outputs_uses_nothing() -> None:
     plan = ChunkSchedule.build([100], [], chunk_tokens=CHUNK, page_tokens=PAGE)
     shape = PageShape(2, HEADS, 8, PAGE, torch.float32, (None, None))

@@ -1,6 +1,7 @@
 """What the page attention kernels and their references share: scores, checks, the numerics of a launch."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,23 +60,42 @@ def numeric_mode(x: Tensor) -> dict[str, Any]:
     }
 
 
-def records_of(pool: Tensor, block_n: int) -> TensorDescriptor:
+@cache
+def copies_tiles(device: torch.device) -> bool:
+    """Whether the device copies tiles by itself: Hopper and later. Elsewhere Triton makes loads of single numbers of a
+    descriptor, so there kernels are given the tensor."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def tile_mode(x: Tensor) -> dict[str, Any]:
+    """How a launch multiplies, and how its kernel reads tiles."""
+    return {**numeric_mode(x), "TMA": copies_tiles(x.device)}
+
+
+def records_of(pool: Tensor, block_n: int) -> TensorDescriptor | Tensor:
     """The rows of all records, for tiles of ``[block_n, head_dim]``; what lies beyond head_dim is read as zeros."""
     head_dim = pool.shape[3]
     rows = pool.view(-1, head_dim)
-    assert rows.shape[0] < 2**31, "the copy engine counts rows in 32 bits"
+    assert rows.shape[0] < 2**31, "rows are counted in 32 bits"
+    if not copies_tiles(pool.device):
+        return rows
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_n, next_power_of_2(head_dim)])
 
 
-def rows_of(x_HTD: Tensor, block_m: int) -> TensorDescriptor:
-    """Rows of a head, for tiles of ``[1, block_m, head_dim]``; rows behind the last token are read as zeros."""
+def rows_of(x_HTD: Tensor, block_m: int) -> tuple[TensorDescriptor | Tensor, int, int]:
+    """Rows of a head, for tiles of ``[1, block_m, head_dim]``; rows behind the last token are read as zeros. And the
+    strides of heads and tokens, where the first does not know them."""
     x_HTD = vector_aligned(x_HTD)
+    if not copies_tiles(x_HTD.device):
+        return x_HTD, x_HTD.stride(0), x_HTD.stride(1)
     block = [1, block_m, next_power_of_2(x_HTD.shape[2])]
-    return TensorDescriptor(x_HTD, list(x_HTD.shape), list(x_HTD.stride()), block)
+    return TensorDescriptor(x_HTD, list(x_HTD.shape), list(x_HTD.stride()), block), 0, 0
 
 
-def ds_tiles_of(ds: Tensor, tiles: Tiles) -> TensorDescriptor:
+def ds_tiles_of(ds: Tensor, tiles: Tiles) -> TensorDescriptor | Tensor:
     """dS in its workspace, for tiles of keys x query rows."""
+    if not copies_tiles(ds.device):
+        return ds
     return TensorDescriptor(ds, list(ds.shape), list(ds.stride()), [tiles.block_n, tiles.block_m])
 
 
@@ -131,14 +151,27 @@ def as_read(tile, page_scale, SCALED: tl.constexpr, UP: tl.constexpr, LIKE: tl.c
 
 
 @triton.jit
+def record_rows(records, row, TMA: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of records from one on, as they are stored; of a record that is nowhere any others."""
+    if TMA:
+        tile = records.load([row, 0])
+    else:
+        col = tl.arange(0, BLOCK_D)
+        at = records + (tl.maximum(row, 0).to(tl.int64) + tl.arange(0, ROWS))[:, None] * D + col[None, :]
+        tile = tl.load(at) if BLOCK_D == D else tl.load(at, mask=(col < D)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
 def load_tile(  # type: ignore[no-untyped-def]
-    records, row, scale_at, SCALED: tl.constexpr, UP: tl.constexpr, LIKE: tl.constexpr
+    records, row, scale_at, SCALED: tl.constexpr, UP: tl.constexpr, LIKE: tl.constexpr,
+    TMA: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Rows of records from one on, as they are read."""
     page_scale = 1.0
     if SCALED:
         page_scale = tl.load(scale_at)
-    return as_read(records.load([row, 0]), page_scale, SCALED, UP, LIKE)
+    return as_read(record_rows(records, row, TMA, ROWS, D, BLOCK_D), page_scale, SCALED, UP, LIKE)
 
 
 @triton.jit

@@ -20,11 +20,11 @@ from oomb_kernels.page_call import (
     check_kernel_inputs,
     ds_tiles_of,
     load_tile,
-    numeric_mode,
     records_of,
     rows_of,
     score_factors,
     tanh,
+    tile_mode,
     upcast,
 )
 from oomb_kernels.page_index import PageIndex
@@ -49,27 +49,54 @@ def _add_to_record(record, tile, inside, dk, dv, seed, key, STOCHASTIC: tl.const
         tl.store(record + P * D + tile, dv, mask=inside)
 
 
+@triton.jit
+def _load_rows(  # type: ignore[no-untyped-def]
+    rows, head, first, num_tokens, stride_h, stride_t,
+    BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows of a head from one on; those behind the last token are zeros."""
+    if TMA:
+        tile = rows.load([head, first, 0]).reshape(BLOCK_M, BLOCK_D)
+    else:
+        row, col = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+        at = head.to(tl.int64) * stride_h + row.to(tl.int64)[:, None] * stride_t + col[None, :]
+        tile = tl.load(rows + at, mask=(row < num_tokens)[:, None] & (col < D)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _store_ds(ds_tiles, row, first, ds, Q_BLOCK: tl.constexpr, TMA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write a tile of dS."""
+    if TMA:
+        ds_tiles.store([row, first], ds)
+    else:
+        at = (row + tl.arange(0, ds.shape[0])).to(tl.int64)[:, None] * Q_BLOCK + first
+        tl.store(ds_tiles + at + tl.arange(0, ds.shape[1])[None, :], ds)
+
+
 @triton.jit(
     do_not_specialize=[
         "num_blocks", "list_room", "num_keys", "num_pages", "first_key", "end_key", "max_blocks", "num_heads", "room",
-        "seed",
+        "num_tokens", "seed",
     ]
 )  # fmt: skip
 def _page_owner_kernel(  # type: ignore[no-untyped-def]
     dout_rows, q_rows, stats, records, ds_tiles, slots, scales, grad_pool, grad_slots,
     visits, block_counts, units, ends, next_piece, partials,
     num_blocks, list_room, num_keys, num_pages, first_key, end_key, max_blocks,
-    num_heads, room, scale, factor, cap, seed,
+    num_heads, room, num_tokens, scale, factor, cap, seed,
+    q_stride_h, q_stride_t, dout_stride_h, dout_stride_t,
     GROUP: tl.constexpr, Q_BLOCK: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, STOCHASTIC: tl.constexpr,
     KEEP: tl.constexpr,
     P: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    UP: tl.constexpr, PRECISION: tl.constexpr,
+    UP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # grid: as many programs as the device holds. A piece of work is a unit and a part of its page's rows; each program
     # takes the next piece of some KV heads until there is none. Who takes which makes no difference to the result.
     SUBS: tl.constexpr = P // BLOCK_N
     TILES: tl.constexpr = Q_BLOCK // BLOCK_M
     STEPS: tl.constexpr = GROUP * TILES
+    LIKE: tl.constexpr = q_rows.dtype if TMA else q_rows.dtype.element_ty
     col = tl.arange(0, BLOCK_D)
     lane = tl.arange(0, BLOCK_M)
     first_group = first_key // num_pages
@@ -82,8 +109,8 @@ def _page_owner_kernel(  # type: ignore[no-untyped-def]
         group = key // num_pages
         first_row = (piece % SUBS) * BLOCK_N
         record_row = tl.load(slots + key) * (2 * P) + first_row
-        k = load_tile(records, record_row, scales + 2 * key, SCALED, UP, q_rows.dtype)
-        v = load_tile(records, record_row + P, scales + 2 * key + 1, SCALED, UP, q_rows.dtype)
+        k = load_tile(records, record_row, scales + 2 * key, SCALED, UP, LIKE, TMA, BLOCK_N, D, BLOCK_D)
+        v = load_tile(records, record_row + P, scales + 2 * key + 1, SCALED, UP, LIKE, TMA, BLOCK_N, D, BLOCK_D)
         # The next piece is looked up now, so that nobody waits for it later.
         piece = first_piece + tl.atomic_add(next_piece, 1)
         next_key = tl.load(units + 2 * (piece // SUBS), mask=piece < num_pieces, other=0)
@@ -100,8 +127,11 @@ def _page_owner_kernel(  # type: ignore[no-untyped-def]
             first = (visit >> 16) * Q_BLOCK + (step % TILES) * BLOCK_M
             lane_head = (step % STEPS) // TILES
             head = group * GROUP + lane_head
-            q = upcast(q_rows.load([head, first, 0]).reshape(BLOCK_M, BLOCK_D), UP)
-            dout = upcast(dout_rows.load([head, first, 0]).reshape(BLOCK_M, BLOCK_D), UP)
+            q = _load_rows(q_rows, head, first, num_tokens, q_stride_h, q_stride_t, BLOCK_M, D, BLOCK_D, TMA)
+            dout = _load_rows(
+                dout_rows, head, first, num_tokens, dout_stride_h, dout_stride_t, BLOCK_M, D, BLOCK_D, TMA
+            )
+            q, dout = upcast(q, UP), upcast(dout, UP)
             stats_at = stats + tl.multiple_of(head * room + first, 16) + lane
             row_lse = tl.load(stats_at)
             row_delta = tl.load(stats_at + tl.multiple_of(num_heads * room, 16))
@@ -119,7 +149,7 @@ def _page_owner_kernel(  # type: ignore[no-untyped-def]
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
             if KEEP:
                 ds_at = ((ds_row + (visit >> 16) * list_room + (visit & 0xFFFF)) * GROUP + lane_head) * P + first_row
-                ds_tiles.store([ds_at, (step % TILES) * BLOCK_M], ds)
+                _store_ds(ds_tiles, ds_at, (step % TILES) * BLOCK_M, ds, Q_BLOCK, TMA)
             # One step ahead, so that the copies of the next step do not wait for it.
             visit = tl.load(visits_at + (step + 1) // STEPS, mask=step + 1 < num_steps, other=0)
         dk *= scale
@@ -191,7 +221,7 @@ def launch_page_dkv(
             rows. None drops it.
         scales_GN2: of K and V in e4m3.
     """
-    num_heads, _, head_dim = q_HTD.shape
+    num_heads, num_tokens, head_dim = q_HTD.shape
     num_groups, num_blocks, room = lists.pages_GBK.shape
     page_tokens, num_pages = pool.shape[2], lists.num_pages
     num_keys, first_key, end_key = (n * num_pages for n in (num_groups, groups.start, groups.stop))
@@ -203,6 +233,7 @@ def launch_page_dkv(
         float8=scales_GN2 is not None,
     )  # fmt: skip
     records = records_of(pool, tiles.block_n)
+    (q_rows, *q_strides), (dout_rows, *dout_strides) = (rows_of(x, tiles.block_m) for x in (q_HTD, dout_HTD))
     partials = q_HTD.new_empty(max(index.max_partials, 1), 2, page_tokens, head_dim, dtype=torch.float32)
     next_piece = torch.zeros(1, dtype=torch.int32, device=q_HTD.device)
     stochastic, block_d = grad_pool.dtype == torch.bfloat16, next_power_of_2(head_dim)
@@ -210,15 +241,16 @@ def launch_page_dkv(
     programs = _num_programs(q_HTD.device)
     with torch.cuda.device_of(q_HTD):
         _page_owner_kernel[(programs,)](
-            rows_of(dout_HTD, tiles.block_m), rows_of(q_HTD, tiles.block_m), stats_HT,
+            dout_rows, q_rows, stats_HT,
             records, records if ds is None else ds_tiles_of(ds, tiles), slots_GN.contiguous(),
             stats_HT if scales_GN2 is None else scales_GN2.contiguous(), grad_pool, grad_slots_GN,
             index.visits_KB, index.counts_K, index.units_U2, index.ends_3K, next_piece, partials,
             num_blocks, room, num_keys, num_pages, first_key, end_key, index.max_blocks,
-            num_heads, stats_HT.shape[1], scale, *score_factors(scale, softcap), seed,
+            num_heads, stats_HT.shape[1], num_tokens, scale, *score_factors(scale, softcap), seed,
+            *q_strides, *dout_strides,
             GROUP=num_heads // num_groups, Q_BLOCK=lists.block_tokens,
             SCALED=scales_GN2 is not None, SOFTCAP=softcap is not None, STOCHASTIC=stochastic, KEEP=ds is not None,
-            P=page_tokens, D=head_dim, BLOCK_D=block_d, **numeric_mode(q_HTD),
+            P=page_tokens, D=head_dim, BLOCK_D=block_d, **tile_mode(q_HTD),
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
         block_n = min(next_power_of_2(page_tokens), max(1, 2048 // block_d))

@@ -15,10 +15,11 @@ from oomb_kernels.page_call import (
     check_kernel_inputs,
     ds_tiles_of,
     load_tile,
-    numeric_mode,
+    record_rows,
     records_of,
     score_factors,
     tanh,
+    tile_mode,
     upcast,
 )
 from oomb_kernels.page_lists import PageLists
@@ -49,10 +50,11 @@ def _page_dq_kernel(  # type: ignore[no-untyped-def]
     dout_stride_h, dout_stride_t, q_stride_h, q_stride_t, other_stride_h, other_stride_t, dq_stride_h, dq_stride_t,
     GROUP: tl.constexpr, Q_BLOCK: tl.constexpr, OTHERS: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     P: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    UP: tl.constexpr, PRECISION: tl.constexpr,
+    UP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # grid: (heads of a group, row tiles, KV heads), as in the forward
     SUBS: tl.constexpr = P // BLOCK_N
+    LIKE: tl.constexpr = dout.dtype.element_ty
     group = tl.program_id(2)
     head = (group * GROUP + tl.program_id(0)).to(tl.int64)
     first = tl.program_id(1) * BLOCK_M
@@ -72,8 +74,9 @@ def _page_dq_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for step in tl.range(0, tl.load(counts + list_number) * SUBS, disable_licm=True):
         record_row = tl.load(list_at + step // SUBS) * (2 * P) + (step % SUBS) * BLOCK_N
-        k = load_tile(records, record_row, scales_at + 2 * (step // SUBS), SCALED, UP, dout.dtype.element_ty)
-        v = load_tile(records, record_row + P, scales_at + 2 * (step // SUBS) + 1, SCALED, UP, dout.dtype.element_ty)
+        scale_at = scales_at + 2 * (step // SUBS)
+        k = load_tile(records, record_row, scale_at, SCALED, UP, LIKE, TMA, BLOCK_N, D, BLOCK_D)
+        v = load_tile(records, record_row + P, scale_at + 1, SCALED, UP, LIKE, TMA, BLOCK_N, D, BLOCK_D)
         s = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION) * factor
         dp = tl.dot(dout_tile, tl.trans(v), input_precision=PRECISION)
         if SOFTCAP:
@@ -88,16 +91,30 @@ def _page_dq_kernel(  # type: ignore[no-untyped-def]
               dq_stride_t, OTHERS, D)  # fmt: skip
 
 
+@triton.jit
+def _load_ds(  # type: ignore[no-untyped-def]
+    ds_tiles, row, first, there, Q_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """A tile of dS, which may lie behind the workspace's end where ``there`` is not true."""
+    if TMA:
+        tile = ds_tiles.load([row, first])
+    else:
+        at = (row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * Q_BLOCK + first + tl.arange(0, BLOCK_M)[None, :]
+        tile = tl.load(ds_tiles + at, mask=there, other=0.0)
+    return tile
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "list_room", "first_group"])
 def _page_dq_sum_kernel(  # type: ignore[no-untyped-def]
     records, ds_tiles, slots, counts, scales, other_dq, dq, num_tokens, num_blocks, list_room, first_group, scale,
     other_stride_h, other_stride_t, dq_stride_h, dq_stride_t,
     GROUP: tl.constexpr, HEADS: tl.constexpr, Q_BLOCK: tl.constexpr, OTHERS: tl.constexpr, SCALED: tl.constexpr,
     P: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    UP: tl.constexpr, PRECISION: tl.constexpr,
+    UP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # grid: (HEADS at a time of a group, row tiles, KV heads of this turn). Two heads share what they load of K.
     SUBS: tl.constexpr = P // BLOCK_N
+    LIKE: tl.constexpr = ds_tiles.dtype if TMA else ds_tiles.dtype.element_ty
     group = first_group + tl.program_id(2)
     first_head = tl.program_id(0) * HEADS
     first = tl.program_id(1) * BLOCK_M
@@ -116,11 +133,13 @@ def _page_dq_sum_kernel(  # type: ignore[no-untyped-def]
     for step in tl.range(0, num_steps, disable_licm=True):
         sub = (step % SUBS) * BLOCK_N
         ds_at = ds_row + (step // SUBS) * (GROUP * P) + sub
-        k = as_read(records.load([slot * (2 * P) + sub, 0]), page_scale, SCALED, UP, ds_tiles.dtype)
-        ds = upcast(ds_tiles.load([ds_at, first % Q_BLOCK]), UP)
+        k = record_rows(records, slot * (2 * P) + sub, TMA, BLOCK_N, D, BLOCK_D)
+        k = as_read(k, page_scale, SCALED, UP, LIKE)
+        ds = upcast(_load_ds(ds_tiles, ds_at, first % Q_BLOCK, True, Q_BLOCK, BLOCK_N, BLOCK_M, TMA), UP)
         acc = tl.dot(tl.trans(ds), k, acc, input_precision=PRECISION)
         if HEADS == 2:  # behind the last head of an odd group stands another's dS, or nothing: never written
-            ds_1 = upcast(ds_tiles.load([ds_at + P, first % Q_BLOCK]), UP)
+            there = first_head + 1 < GROUP
+            ds_1 = upcast(_load_ds(ds_tiles, ds_at + P, first % Q_BLOCK, there, Q_BLOCK, BLOCK_N, BLOCK_M, TMA), UP)
             acc_1 = tl.dot(tl.trans(ds_1), k, acc_1, input_precision=PRECISION)
         # One step ahead, so that the copies of the next step do not wait for it.
         slot = tl.load(list_at + (step + 1) // SUBS, mask=step + 1 < num_steps, other=0)
@@ -175,7 +194,7 @@ def launch_page_dq(
             GROUP=num_heads // num_groups, Q_BLOCK=lists.block_tokens, OTHERS=dq_HTD is not None,
             SCALED=scales_GN2 is not None, SOFTCAP=softcap is not None, P=page_tokens, D=head_dim,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=next_power_of_2(head_dim),
-            **numeric_mode(q_HTD), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            **tile_mode(q_HTD), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
 
 
@@ -218,6 +237,6 @@ def launch_page_dq_sum(
             num_tokens, num_blocks, room, groups.start, scale, *others.stride()[:2], *result_HTD.stride()[:2],
             GROUP=group, HEADS=heads, Q_BLOCK=lists.block_tokens, OTHERS=dq_HTD is not None,
             SCALED=scales_GN2 is not None, P=page_tokens, D=head_dim, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            BLOCK_D=next_power_of_2(head_dim), **numeric_mode(ds),
+            BLOCK_D=next_power_of_2(head_dim), **tile_mode(ds),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip

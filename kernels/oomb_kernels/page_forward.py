@@ -16,11 +16,11 @@ from oomb_kernels.page_call import (
     each_list,
     list_values,
     load_tile,
-    numeric_mode,
     records_of,
     score_factors,
     scores_of,
     tanh,
+    tile_mode,
     upcast,
 )
 from oomb_kernels.page_lists import PageLists
@@ -64,8 +64,9 @@ def page_attention_forward_reference(
 @triton.jit
 def _walk(  # type: ignore[no-untyped-def]
     q, records, list_at, slot, scales_at, num_steps, top, total, acc, factor, cap,
-    ONLINE: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
-    UP: tl.constexpr, PRECISION: tl.constexpr,
+    ONLINE: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    UP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # The softmax over the pages of one list, the first of which lies in `slot`. ONLINE raises the reference `top` as
     # larger scores come; otherwise it stays what the other keys gave, which saves a row maximum and a rescaling of
@@ -75,7 +76,7 @@ def _walk(  # type: ignore[no-untyped-def]
     SUBS: tl.constexpr = P // BLOCK_N
     row = slot * (2 * P)
     scale_at = scales_at
-    k = load_tile(records, row, scale_at, SCALED, UP, q.dtype)
+    k = load_tile(records, row, scale_at, SCALED, UP, q.dtype, TMA, BLOCK_N, D, BLOCK_D)
     slot = tl.load(list_at + 1 // SUBS, mask=num_steps > 1, other=0)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     for step in tl.range(0, num_steps, disable_licm=True):  # else addresses of tiles fill registers, and spill
@@ -90,10 +91,11 @@ def _walk(  # type: ignore[no-untyped-def]
             top = new_top
         p = tl.exp2(s - top[:, None])
         total += tl.sum(p, 1)
-        v = load_tile(records, row + P, scale_at + 1, SCALED, UP, q.dtype)  # here, where its copy is waited for
+        # Here, where its copy is waited for.
+        v = load_tile(records, row + P, scale_at + 1, SCALED, UP, q.dtype, TMA, BLOCK_N, D, BLOCK_D)
         row = slot * (2 * P) + ((step + 1) % SUBS) * BLOCK_N
         scale_at = scales_at + 2 * (tl.minimum(step + 1, num_steps - 1) // SUBS)
-        k = load_tile(records, row, scale_at, SCALED, UP, q.dtype)
+        k = load_tile(records, row, scale_at, SCALED, UP, q.dtype, TMA, BLOCK_N, D, BLOCK_D)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         slot = tl.load(list_at + (step + 2) // SUBS, mask=step + 2 < num_steps, other=0)
@@ -116,7 +118,7 @@ def _page_forward_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, Q_BLOCK: tl.constexpr, OTHERS: tl.constexpr, LIMIT: tl.constexpr,
     SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     P: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    UP: tl.constexpr, PRECISION: tl.constexpr,
+    UP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # grid: (heads of a group, row tiles, KV heads): neighbours in time share pages in the L2 cache
     group = tl.program_id(2)
@@ -150,7 +152,7 @@ def _page_forward_kernel(  # type: ignore[no-untyped-def]
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top, total, acc = _walk(
         q_tile, records, list_at, slot, scales_at, num_steps, top, total, acc, factor, cap,
-        not OTHERS, SCALED, SOFTCAP, P, BLOCK_N, UP, PRECISION,
+        not OTHERS, SCALED, SOFTCAP, P, D, BLOCK_N, BLOCK_D, UP, PRECISION, TMA,
     )  # fmt: skip
     if OTHERS:  # noqa: SIM102 - decided when compiled
         # Weights that the dtype of the product cannot hold, or a row without other keys: once more, online.
@@ -159,7 +161,7 @@ def _page_forward_kernel(  # type: ignore[no-untyped-def]
             top, total, acc = _start(given_lse, tl.load(out_at, mask=inside, other=0.0))
             top, total, acc = _walk(
                 q_tile, records, list_at, slot, scales_at, num_steps, top, total, acc, factor, cap,
-                True, SCALED, SOFTCAP, P, BLOCK_N, UP, PRECISION,
+                True, SCALED, SOFTCAP, P, D, BLOCK_N, BLOCK_D, UP, PRECISION, TMA,
             )  # fmt: skip
     safe = tl.where(total > 0, total, 1.0)
     tl.store(out + head * out_stride_h + token * out_stride_t + col[None, :], acc / safe[:, None], mask=inside)
@@ -204,7 +206,7 @@ def launch_page_attention_forward(
             LIMIT=2.0**15 if q_HTD.dtype == torch.float16 else 2.0**100,
             SCALED=scales_GN2 is not None, SOFTCAP=softcap is not None,
             P=page_tokens, D=head_dim, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            BLOCK_D=next_power_of_2(head_dim), **numeric_mode(q_HTD),
+            BLOCK_D=next_power_of_2(head_dim), **tile_mode(q_HTD),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return out_HTD, lse_HT

@@ -14,6 +14,8 @@ from oomb_kernels.launch import cdiv, next_power_of_2
 from oomb_kernels.page_float8 import FLOAT8, launch_quantize_pages, quantize_pages, records_reference
 
 _TILE_ELEMENTS = 8192
+_ADDED_ELEMENTS = 4096
+"""Of a tile that is added: it has what stands there in registers as well."""
 
 
 @torch.no_grad()
@@ -102,7 +104,7 @@ def _launch_move_pages(
     if num_pages == 0:
         return
     block_d = next_power_of_2(head_dim)
-    block_p = min(next_power_of_2(page_tokens), max(1, _TILE_ELEMENTS // block_d))
+    block_p = min(next_power_of_2(page_tokens), max(1, (_ADDED_ELEMENTS if add else _TILE_ELEMENTS) // block_d))
     with torch.cuda.device_of(pool):
         _move_pages_kernel[(num_pages, num_groups, cdiv(page_tokens, block_p))](
             pool, slots_GN, k_GTD, v_GTD, pool if scales_GN2 is None else scales_GN2,

@@ -47,6 +47,10 @@ _TILES: dict[tuple[Kernel, int], Tiles] = {
 }
 
 
+_MANY_ROWS = {("forward", 128), ("backward_kv", 64)}
+"""Sizes of the side that a program keeps, with which 4 warps have too few registers."""
+
+
 @cache
 def choose_tiles(
     kernel: Kernel,
@@ -66,25 +70,32 @@ def choose_tiles(
         float8: pages are in e4m3.
 
     Returns: of those that fit the one with the largest block_m, then block_n, then num_stages; if none fits, the
-        smallest, which Triton refuses to launch with a message of its own.
+        smallest, which Triton refuses to launch with a message of its own. Other devices than Hopper have operands of
+        products in registers: there more warps share them, tiles are smaller, and copies ahead come before large tiles.
     """
     width = max(64, next_power_of_2(head_dim))
     measured = _TILES[kernel, min(width, 256)]
+    in_registers = shared_bytes < _MEASURED_SHARED_BYTES
+    most_m, most_n, num_heads = measured.block_m, measured.block_n, measured.num_heads
+    if in_registers:
+        most_n, num_heads = min(most_n, 64 if kernel == "backward_q" else most_n), 1
     limit = 128 if itemsize <= 2 else 32
 
     def warps(block_m: int, block_n: int) -> int:
-        if kernel == "forward" and shared_bytes < _MEASURED_SHARED_BYTES and block_m == 128:
-            return 8  # before Hopper operands lie in registers: with 4 warps the scores ahead spill
+        if in_registers and (kernel, block_m if kernel == "forward" else block_n) in _MANY_ROWS:
+            return 8
         if (block_m, block_n) == (measured.block_m, measured.block_n):
             return measured.num_warps
         return min(measured.num_warps, 4 if block_m * block_n <= 64 * 64 else 8)
 
     options = [
-        Tiles(block_m, block_n, warps(block_m, block_n), num_stages, measured.num_heads)
-        for block_m in _halvings(_divisor(min(block_tokens, measured.block_m, limit), block_tokens))
-        for block_n in _halvings(_divisor(min(page_tokens, measured.block_n, limit), page_tokens))
+        Tiles(block_m, block_n, warps(block_m, block_n), num_stages, num_heads)
+        for block_m in _halvings(_divisor(min(block_tokens, most_m, limit), block_tokens))
+        for block_n in _halvings(_divisor(min(page_tokens, most_n, limit), page_tokens))
         for num_stages in range(measured.num_stages, 0, -1)
     ]
+    if in_registers:
+        options.sort(key=lambda tiles: tiles.num_stages == 1)
     fitting = (t for t in options if shared_estimate(kernel, t, head_dim, itemsize, float8=float8) <= shared_bytes)
     return next(fitting, options[-1])
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from oomb_accel.bench.figures import BACKWARD
 from oomb_accel.bench.timing import Measure, Task
 from oomb_accel.config import OombConfig
+from oomb_accel.integrations.float8_base import LONGEST_FAST_SUM
 from oomb_accel.past import past_ranges
 from oomb_accel.plan.shape import ModelShape
 from oomb_accel.schedule import Chunk, ChunkSchedule
@@ -70,7 +71,8 @@ class Product:
         def run(tensors: Sequence[Tensor]) -> Tensor:
             rows, row_scales, weight, weight_scales = tensors
             out = torch.empty(self.rows, made, device=device, dtype=dtype)
-            float8_product(rows, row_scales, weight, weight_scales, None, out, fast=not self.gradient)
+            fast = not self.gradient and summed <= LONGEST_FAST_SUM  # as in the step
+            float8_product(rows, row_scales, weight, weight_scales, None, out, fast=fast)
             return out
 
         return Task(run, prepare)

@@ -24,7 +24,7 @@ from oomb_kernels import checksums, float8_product, has_float8_product, quantize
 
 Rows = tuple[Tensor, Tensor]
 """e4m3 ``[T, I]`` and scales ``[T, 1]``."""
-_LONGEST_FAST_SUM = 4096
+LONGEST_FAST_SUM = 4096
 """Numbers. An H200's own accumulators were off by 0.2 % for random rows; in a test whose matrices came from one seed,
 most likely sums of squares, by 5 % for 3,584 numbers and 24 % for 18,944 in the worst row."""
 
@@ -70,7 +70,7 @@ class Float8Weight:
     def product(self, x: Tensor, bias_O: Tensor | None, out_TO: Tensor) -> None:
         """``out = x W^T + bias``. Short sums are left to the tensor cores' own accumulators, as inference with 8-bit
         floats does: their error is a small part of the rounding of x and W."""
-        fast = self.weight_OI.shape[1] <= _LONGEST_FAST_SUM
+        fast = self.weight_OI.shape[1] <= LONGEST_FAST_SUM
         float8_product(*self.last_input.rows(x), self.weight_OI, self.scales_O1, bias_O, out_TO, fast=fast)
 
     def input_gradient(self, dy_TO: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from oomb_accel.bench.ceiling import Attention, Product, measure_ceiling, step_w
 from oomb_accel.bench.models import SHAPES, lora_model
 from oomb_accel.bench.step import training_step
 from oomb_accel.bench.timing import host_times
+from oomb_accel.integrations import float8_base
+from oomb_accel.integrations.float8_base import Float8Weight, LastInput
 from oomb_accel.plan.shape import shape_of
 from tests.bench.sizes import CPU
 
@@ -85,6 +87,23 @@ def test_only_base_products_are_in_8_bits() -> None:
         (item.part, item.call.flops, item.times) for item in plain
     ]
     assert all(item.call.float8 for item in float8 if isinstance(item.call, Product) and item.part in products)
+
+
+def test_8_bits_are_summed_as_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    monkeypatch.setattr(ceiling, "float8_product", lambda *_, fast: found.append(fast))
+    weight = Float8Weight.of(torch.randn(16, 4112), LastInput())
+    for product in (
+        Product(2, 4096, 16, False, True),
+        Product(2, 4112, 16, False, True),
+        Product(2, 16, 4096, True, True),
+    ):
+        task = product.task(CPU, torch.float32)
+        task.run(task.prepare())
+    monkeypatch.setattr(float8_base, "float8_product", lambda *_, fast: found.append(fast))
+    weight.product(torch.randn(2, 4112), None, torch.empty(2, 16))
+    weight.input_gradient(torch.randn(2, 16))
+    assert found == [True, False, False, False, False]
 
 
 def test_the_7b_costs_what_its_weights_say() -> None:

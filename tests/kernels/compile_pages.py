@@ -1,7 +1,8 @@
-"""Compiles the page kernels for devices that are not there, and says how much shared memory they take.
+"""Compiles the page kernels for devices that are not there, and says how much shared memory they take, and what they
+spill.
 
 A script, because kernels are interpreted objects in the test process: JSON of `Build` fields comes in by standard
-input, a list of bytes goes out.
+input, pairs of bytes go out.
 """
 
 import json
@@ -10,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -18,6 +19,7 @@ from triton.compiler import ASTSource
 
 from oomb_kernels import page_dkv, page_dq, page_forward
 from oomb_kernels.page_tiles import Kernel, Tiles
+from tests.kernels.ptxas import resources
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 _FUNCTIONS: dict[Kernel, Any] = {
@@ -27,6 +29,7 @@ _FUNCTIONS: dict[Kernel, Any] = {
     "backward_sum": page_dq._page_dq_sum_kernel,
 }
 _LIKE_Q = {"q", "out", "dout", "dq", "other_out", "other_dq"}
+_TILES = {"records", "ds_tiles", "dout_rows", "q_rows"}
 _FP32 = {"lse", "stats", "other_lse", "partials", "scales"}
 _INT32 = {"slots", "counts", "grad_slots", "block_counts", "units", "ends", "next_piece", "visits"}
 _SCALARS = {"scale": "fp32", "factor": "fp32", "cap": "fp32", "seed": "i64"}
@@ -53,17 +56,26 @@ class Build:
     """Pages in e4m3; otherwise they are as q."""
 
 
-def shared_bytes(builds: Sequence[Build]) -> list[int]:
-    """Bytes of shared memory that each build takes, from a process of its own."""
+class Taken(NamedTuple):
+    """Bytes."""
+
+    shared: int
+    """Of shared memory, by a program."""
+    spilled: int
+    """Stored by a thread whose registers have no room."""
+
+
+def taken_by(builds: Sequence[Build]) -> list[Taken]:
+    """What each build takes, from a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.compile_pages"]
     text = json.dumps([asdict(build) for build in builds])
     done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return [int(size) for size in json.loads(done.stdout)]
+    return [Taken(*sizes) for sizes in json.loads(done.stdout)]
 
 
-def _compile(build: Build) -> int:
+def _compile(build: Build) -> Taken:
     function = _FUNCTIONS[build.kernel]
     constants = {name: value for name, value in _constants(build).items() if name in function.arg_names}
     signature = {name: "constexpr" if name in constants else _type(name, build) for name in function.arg_names}
@@ -78,7 +90,8 @@ def _compile(build: Build) -> int:
         {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible},
     )
     options = {"num_warps": build.tiles.num_warps, "num_stages": build.tiles.num_stages}
-    return int(triton.compile(source, target=GPUTarget("cuda", build.arch, 32), options=options).metadata.shared)
+    compiled = triton.compile(source, target=GPUTarget("cuda", build.arch, 32), options=options)
+    return Taken(int(compiled.metadata.shared), resources(compiled.asm["ptx"], build.arch).spilled_bytes)
 
 
 def _constants(build: Build) -> dict[str, Any]:
@@ -98,12 +111,15 @@ def _constants(build: Build) -> dict[str, Any]:
         "BLOCK_N": build.tiles.block_n,
         "BLOCK_D": triton.next_power_of_2(build.head_dim),
         "UP": False,
+        "TMA": build.arch >= 90,
         "PRECISION": "ieee" if build.dtype == "fp32" else "tf32",
     }
 
 
 def _type(name: str, build: Build) -> str:
     block_d = triton.next_power_of_2(build.head_dim)
+    if build.arch < 90 and name in _TILES:
+        return "*fp8e4nv" if build.float8 and name == "records" else "*" + build.dtype
     if name == "records":
         stored = "fp8e4nv" if build.float8 else build.dtype
         return f"tensordesc<{stored}[{build.tiles.block_n}, {block_d}]>"

@@ -1,16 +1,27 @@
 """Attention to selected pages, forward and backward, against dense masked attention with autograd in fp64."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomb_kernels import AttentionCall, dense_attention_backward, dense_attention_forward
+from oomb_kernels import (
+    AttentionCall,
+    dense_attention_backward,
+    dense_attention_forward,
+    page_call,
+    page_dkv,
+    page_dq,
+    page_forward,
+)
 from tests.kernels.page_checks import EVERYWHERE, KERNELS, PUBLIC, Functions, check, others_of, run
 from tests.kernels.page_reference import PATTERNS, SHIFTS, any_lists, as_lists, make_problem, plain_page_attention
 from tests.kernels.pairwise import pairwise
@@ -118,6 +129,31 @@ def test_gpu_shapes(case: dict[str, Any]) -> None:
 @cases(CONTENTS | {"dtype": ON_DEVICE}, marks=ON_GPU)
 def test_gpu_contents(case: dict[str, Any]) -> None:
     check_case(PUBLIC, case, "cuda", block_tokens=128, page_tokens=128, head_dim=128, group=7, pages=9)
+
+
+@contextmanager
+def as_before_hopper(shared_kib: int) -> Iterator[None]:
+    """Launches as on a device with so much shared memory that copies no tiles."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(page_call, "copies_tiles", lambda device: False))
+        for module in (page_forward, page_dq, page_dkv):
+            stack.enter_context(patch.object(module, "shared_memory_of", lambda device: shared_kib * 1024))
+        yield
+
+
+@cases(
+    SHAPES | SMALL | {"dtype": [torch.float32], "turn": TURNS, "head_dim": [64, 80], "group": [1, 3]}, marks=INTERPRETED
+)
+def test_interpreted_as_before_hopper(case: dict[str, Any]) -> None:
+    with as_before_hopper(163):
+        check_case(KERNELS, case, groups=1, pages=3)
+
+
+@pytest.mark.parametrize("shared_kib", [163, 99])
+@cases(SHAPES | {"dtype": ON_DEVICE}, marks=ON_GPU)
+def test_gpu_as_before_hopper(case: dict[str, Any], shared_kib: int) -> None:
+    with as_before_hopper(shared_kib):
+        check_case(PUBLIC, case, "cuda", pages=9)
 
 
 GRID = ("head_dim", "group", "page_tokens", "block_tokens")
