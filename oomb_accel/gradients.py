@@ -154,15 +154,12 @@ class DeferredGradients:
 
     def _collect(self) -> None:
         """Put the gradients of a pass aside."""
-        for parameter in self._parameters:
-            grad = parameter.grad
-            if grad is None:
-                continue
-            if parameter in self._put_aside:
-                self._put_aside[parameter] += grad
-            else:
+        known = [parameter for parameter in self._parameters if parameter in self._put_aside]
+        _add([self._put_aside[parameter] for parameter in known], [parameter.grad for parameter in known])
+        for parameter in self._parameters:  # one after another can go
+            grad, parameter.grad = parameter.grad, None
+            if grad is not None and parameter not in self._put_aside:
                 self._put_aside[parameter] = grad.to(_wide(grad))
-            parameter.grad = None
 
     def _complete(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
         """The last pass's gradient together with all that was put aside."""

@@ -184,11 +184,12 @@ class PagedKVCache:
         """
         for part, gradients in self._by_store(layer, pages):
             exists = gradients.exists(layer, part)
-            for run, held in _runs(part, exists):
-                if held:  # selected pages may have gradients of some heads only
-                    _add_zeros(gradients, layer, run, gradients.lacking(layer, run, None))
-                else:
+            all_exist = exists.all()
+            for run, held in [(part, True)] if all_exist else _runs(part, exists):
+                if not held:
                     gradients.add(layer, run)
+                elif not all_exist:  # selected pages may have gradients of some heads only
+                    _add_zeros(gradients, layer, run, gradients.lacking(layer, run, None))
                 rows = self._token_rows(run, pages)
                 slots = gradients.use(layer, run, write=True)
                 accumulate_pages(
@@ -301,9 +302,7 @@ def _add_zeros(gradients: Records, layer: int, pages: PageRange, new: Wanted) ->
 
 
 def _runs(pages: PageRange, exists: npt.NDArray[np.bool_]) -> list[tuple[PageRange, bool]]:
-    """These pages as maximal runs that all have a record (True) or all have none (False)."""
-    if exists.all():
-        return [(pages, True)]
+    """These pages as maximal runs that all have a record of some head (True) or all have none (False)."""
     held = np.logical_or.reduce(exists, axis=1)
     cuts = [0, *(np.flatnonzero(held[1:] != held[:-1]) + 1).tolist(), len(pages)]
     return [(PageRange(pages.first + a, pages.first + b), bool(held[a])) for a, b in pairwise(cuts) if b > a]
