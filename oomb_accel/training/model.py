@@ -18,13 +18,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from oomb_accel.hub import cached_folder, unreachable
 from oomb_accel.integrations.liger import use_liger
 from oomb_accel.reading import Unreadable, in_a_line, json_object, shown
 from oomb_accel.spelling import called
 from oomb_accel.training.recipe import Recipe
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _OF_FILES = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),
     *(SafetensorError, StrictDataclassError),
@@ -66,6 +67,7 @@ def load_weights(
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,  # they are told below, by name
             output_loading_info=True,
+            local_files_only=unreachable() is not None,
         )
     model, found = loaded
     if found["mismatched_keys"]:
@@ -100,7 +102,12 @@ def read_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     """
     check_folder(name)
     with _says_what_is_wrong(name):
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            name,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            local_files_only=unreachable() is not None,
+        )
     return config
 
 
@@ -113,7 +120,12 @@ def load_tokenizer(recipe: Recipe) -> Any:
     name = recipe.model_name_or_path
     check_folder(name)
     with _says_what_is_wrong(name, of_tokenizer=True):
-        return AutoTokenizer.from_pretrained(name, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            name,
+            revision=recipe.revision,
+            trust_remote_code=recipe.trust_remote_code,
+            local_files_only=unreachable() is not None,
+        )
 
 
 def override_rope(config: Any, override: dict[str, Any]) -> None:
@@ -259,12 +271,18 @@ def _says_what_is_wrong(name: str, *, of_tokenizer: bool = False) -> Iterator[No
 
 def _neither_here_nor_there(name: str, error: OSError) -> str:
     """That a name is no folder, with one that is called like it, and what the hub said."""
+    if away := unreachable():
+        return f"{_no_folder(name)}, and the hub was not reached: {away}; it is not in the cache of this machine either"
+    reached = "was not reached" if "connect" in str(error) else "did not give it"
+    return f"{_no_folder(name)}, and the hub {reached}: {in_a_line(error)}"
+
+
+def _no_folder(name: str) -> str:
     parent = Path(name).parent
     folders = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
     near = difflib.get_close_matches(Path(name).name[:100], folders, n=1, cutoff=0.5)
     meant = f" (did you mean {str(parent / near[0])!r}?)" if near else ""
-    reached = "was not reached" if "connect" in str(error) else "did not give it"
-    return f"There is no folder {name!r} in {os.getcwd()}{meant}, and the hub {reached}: {in_a_line(error)}"
+    return f"There is no folder {name!r} in {os.getcwd()}{meant}"
 
 
 def check_folder(name: str) -> None:
@@ -280,8 +298,8 @@ def check_folder(name: str) -> None:
         )
     if looks_local:
         _check_sizes(name, path / "config.json")
-    elif not _HUB_ID.fullmatch(name):
-        raise load_error(name, "There is no such folder, and ids of the hub are ORGANISATION/NAME.")
+    elif not _HUB_ID.fullmatch(name) and not cached_folder(name).is_dir():
+        raise load_error(name, f"{_no_folder(name)}, and ids of the hub are ORGANISATION/NAME, as in Qwen/Qwen2.5-7B.")
 
 
 def _check_sizes(name: str, path: Path) -> None:

@@ -339,18 +339,24 @@ def test_no_more_last_tokens_than_there_are(
     assert yaml.safe_load((Path(settings["output_dir"]) / "config.yaml").read_text())["eval_last_tokens"] == most
 
 
-@pytest.mark.parametrize(("name", "meant"), [("tiny", " (did you mean 'tiny-model'?)"), ("owner/name", "")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tiny", " (did you mean 'tiny-model'?), and ids of the hub are ORGANISATION/NAME"),
+        ("owner/name", ", and the hub was not reached: "),
+    ],
+)
 def test_a_model_that_is_neither_here_nor_on_the_hub(
     settings: dict[str, Any],
     write_recipe: Write,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    meant: str,
+    said: str,
 ) -> None:
     (tmp_path / "tiny-model").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError) as caught:
         train(recipe_of(settings, write_recipe, model_name_or_path=name))
     second = str(caught.value).splitlines()[1].strip()
-    assert second.startswith(f"There is no folder {name!r} in {tmp_path}{meant}, and the hub was not reached: ")
+    assert second.startswith(f"There is no folder {name!r} in {tmp_path}{said}")
