@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the lowest layer to the highest. The facade is oomb_accel/__init__.py: it may import anything, and only
 # the layers that stand above it may import it.
 LAYERS = (
-    {"columns", "config", "reading", "schedule", "progress", "sampler", "setting_text", "sources", "spelling"},
+    {"columns", "config", "hub", "reading", "schedule", "progress", "sampler", "setting_text", "sources", "spelling"},
     {"writing"},
     {"plan", "memory_report"},
     {"data"},
@@ -41,6 +41,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 NO_TORCH = {
     "columns",
     "config",
+    "hub",
     "plan",
     "reading",
     "schedule",

@@ -27,6 +27,7 @@ from oomb_accel.plan import (
     settings_of,
     suggestions,
 )
+from oomb_accel.plan.fit import LONGEST
 from oomb_accel.plan.gpus import other_gpu
 from oomb_accel.plan.sizes import GIB
 from oomb_accel.reading import shown
@@ -173,6 +174,21 @@ def token_count(text: str) -> int:
     return count
 
 
+def _length(text: str) -> int:
+    """The tokens of a document.
+
+    Raises:
+        ValueError: no number of tokens, or more of them than chunks are counted for.
+    """
+    tokens = token_count(text)
+    if tokens > LONGEST:
+        raise ValueError(
+            f"No estimate is made for documents as long as that.\n  Got {tokens:,} tokens; the most are {LONGEST:,}.\n"
+            f"  Use --length {LONGEST >> 20}M or less."
+        )
+    return tokens
+
+
 def _distinct(text: str | None) -> tuple[str | None, float | None]:
     """The run that was named, and the share of distinct pages: a number, or the mean over the steps of that run.
 
@@ -230,7 +246,7 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
     )
     return Job(
         model=model,
-        tokens=token_count(options.length),
+        tokens=_length(options.length),
         lora_r=lora_r,
         distinct=options.distinct,
         gpu=gpu,

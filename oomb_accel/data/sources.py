@@ -17,6 +17,7 @@ from oomb_accel.data.folder import chosen, file_names, folder_chunks, list_folde
 from oomb_accel.data.rows import READERS, Numbered, optional, read_rows
 from oomb_accel.data.settings import DataSettings
 from oomb_accel.data.text import BLOCK_BYTES, text_chunks, why_skipped
+from oomb_accel.hub import unreachable
 from oomb_accel.reading import in_a_line
 from oomb_accel.spelling import called
 
@@ -197,6 +198,9 @@ def _hub(name: str, config: str | None, settings: DataSettings) -> Source:
     """A dataset of the hub. No code of it runs."""
     label = name if config is None else f"{name}:{config}"
     datasets = optional("datasets", label)
+    kept = Path(datasets.config.HF_DATASETS_CACHE).glob(f"{name.partition('/')[0]}___*")
+    if (away := unreachable()) and not any(kept):
+        raise _nothing(label, f", and the hub was not reached: {away}")
     try:
         return _dataset(label, datasets.load_dataset(name, config, split=settings.split), settings)
     except Exception as error:  # of its own, of the network, of a broken file: the first line tells

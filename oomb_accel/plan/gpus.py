@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from oomb_accel.config import unknown_message
@@ -44,17 +45,20 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU that a user means, such as ``H100`` or ``rtx 4090``.
+    """The GPU that a user means, such as ``H100``, ``rtx 4090`` or what ``nvidia-smi`` prints.
 
     Raises:
         ValueError: it is not in the table.
     """
-    key = name.lower().replace(" ", "").replace("-", "").replace("_", "").removeprefix("nvidia")
+    key = re.sub(r"[\s_-]+", "", name.lower()).removeprefix("nvidia").removeprefix("geforce")
+    if key[:4] in ("h100", "a100", "h200", "b200"):
+        key = re.sub(r"(sxm\d?|hbm3)", "", key)
     key = key.removesuffix("80gb").removesuffix("80") if key[:4] in ("h100", "a100") else key
     for known in (key, f"rtx{key}"):
         if known in GPUS:
             return GPUS[known]
-    what, _, remedy = unknown_message("GPU", key, list(GPUS), "in --gpu").splitlines()
+    near = next((known for known in GPUS if key.startswith(known)), None)
+    what, _, remedy = unknown_message("GPU", name, list(GPUS), "in --gpu", nearest=near).splitlines()
     raise ValueError(f"{what}\n{remedy}\n  For another one pass --gpu_gib 48 --tflops 300, from its data sheet.")
 
 

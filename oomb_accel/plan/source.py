@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from oomb_accel.hub import cached_folder, unreachable
 from oomb_accel.plan.known import KNOWN, known_name
 from oomb_accel.plan.shape import ModelShape, shape_of
 from oomb_accel.reading import kind_of
@@ -71,9 +72,7 @@ def _fields(path: Path) -> dict[str, Any]:
 
 def _cached(name: str) -> Path | None:
     """The config of a model that was loaded on this machine before."""
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
-    folder = cache / f"models--{name.replace('/', '--')}"
+    folder = cached_folder(name)
     try:
         commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:
@@ -83,14 +82,17 @@ def _cached(name: str) -> Path | None:
 
 
 def _from_hub(name: str) -> Path:
-    reason = "the hub has models as ORGANISATION/NAME"
-    if name.count("/") == 1:
+    if name.count("/") != 1:
+        reason = "the hub has models as ORGANISATION/NAME"
+    elif away := unreachable():
+        reason = f"the hub was not reached: {away}"
+    else:
         try:
             from huggingface_hub import hf_hub_download
 
             return Path(hf_hub_download(name, "config.json", etag_timeout=10))
         except Exception as error:  # whatever network, hub and its client raise: the remedy is the same
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     near = difflib.get_close_matches(known_name(name), KNOWN, n=1, cutoff=0.5)
     remedy = f"Did you mean {near[0]}?" if near else f"Known without download: {', '.join(KNOWN)}."
     raise ValueError(f"The model {name!r} was not found.\n  No such folder here; {reason}.\n  {remedy}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +68,10 @@ class RunFolder:
             raise ValueError(
                 f"output_dir {str(self.path)!r} is a file.\n  Got a file.\n  Set output_dir to a new folder."
             )
+        self._unlock: Callable[[], object] | None = None
+        """Lets other runs have the folder, from when this one writes to it."""
+        if self.path.is_dir() and not dry_run:
+            self._take(fcntl.LOCK_SH)()  # ranks of one run look at the same time
         self.resume = self._checkpoint_to_resume()
         """The checkpoint that the run goes on from."""
         self.finished = self._summary_to_resume()
@@ -102,8 +108,37 @@ class RunFolder:
         if self._started:
             return
         with self.writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._unlock = self._take(fcntl.LOCK_EX)
             self._start()
         self._started = True
+
+    def close(self) -> None:
+        """Nothing more is written: another run may have the folder."""
+        if self._unlock is not None:
+            self._unlock()
+
+    def _take(self, kind: int) -> Callable[[], object]:
+        """Lock the folder itself, which the kernel unlocks when the process dies. File systems without locks go without.
+
+        Returns: what gives it back.
+
+        Raises:
+            ValueError: another run has it.
+        """
+        handle = os.open(self.path, os.O_RDONLY)
+        unlock = weakref.finalize(self, os.close, handle)
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            unlock()
+            raise ValueError(
+                f"Another run is writing to output_dir {str(self.path)!r}.\n  It is still going on.\n"
+                "  Set another output_dir, or stop that run first."
+            ) from None
+        except OSError:
+            pass
+        return unlock
 
     def _start(self) -> None:
         patterns: tuple[str, ...] = (LEFTOVERS, *PRODUCTS)
@@ -113,7 +148,6 @@ class RunFolder:
                 keep_lines(self.path / name, self._resume_step)
         for item in [*self._later_checkpoints(), *(item for pattern in patterns for item in self.path.glob(pattern))]:
             self._remove(item)
-        self.path.mkdir(parents=True, exist_ok=True)
         text = resolved_yaml(self._recipe, self.origins)
         self._replace(RECIPE, lambda path: path.write_text(text, encoding="utf-8"))
 

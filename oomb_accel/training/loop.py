@@ -46,6 +46,14 @@ def train(recipe: Recipe) -> Summary:
         RuntimeError: the loss or the gradient stopped being a finite number.
     """
     run = prepare(recipe)
+    try:
+        return _train(run)
+    finally:
+        run.folder.close()
+
+
+def _train(run: Run) -> Summary:
+    recipe = run.recipe
     if run.finished:
         oomb_accel.disable(run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False))
         run.say(already_done(run))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,20 @@ from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from oomb_accel.config import unknown_key_message
+from oomb_accel.hub import cached_folder, unreachable
 from oomb_accel.integrations.liger import use_liger
 from oomb_accel.reading import Unreadable, in_a_line, json_object, shown
 from oomb_accel.spelling import called
 from oomb_accel.training.recipe import Recipe
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_MORE_OF_ROPE = ("mscale", "mscale_all_dim", "truncate")
+"""Keys that scalings of transformers read beside those of `RopeParameters`."""
+_OF_DEFAULT_ROPE = {"rope_type", "rope_theta", "partial_rotary_factor"}
 _OF_FILES = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),
     *(SafetensorError, StrictDataclassError),
@@ -66,6 +71,7 @@ def load_weights(
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,  # they are told below, by name
             output_loading_info=True,
+            local_files_only=unreachable() is not None,
         )
     model, found = loaded
     if found["mismatched_keys"]:
@@ -100,7 +106,12 @@ def read_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     """
     check_folder(name)
     with _says_what_is_wrong(name):
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            name,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            local_files_only=unreachable() is not None,
+        )
     return config
 
 
@@ -113,14 +124,20 @@ def load_tokenizer(recipe: Recipe) -> Any:
     name = recipe.model_name_or_path
     check_folder(name)
     with _says_what_is_wrong(name, of_tokenizer=True):
-        return AutoTokenizer.from_pretrained(name, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            name,
+            revision=recipe.revision,
+            trust_remote_code=recipe.trust_remote_code,
+            local_files_only=unreachable() is not None,
+        )
 
 
 def override_rope(config: Any, override: dict[str, Any]) -> None:
     """Lay a recipe's ``rope_parameters`` over those of a model's config.
 
     Raises:
-        ValueError: the model has none, has one set per kind of layer, or refuses the result.
+        ValueError: the model has none, has one set per kind of layer, or refuses the result; a key is unknown or
+            changes nothing.
     """
     current = getattr(config, "rope_parameters", None)
     if not current:
@@ -134,7 +151,19 @@ def override_rope(config: Any, override: dict[str, Any]) -> None:
             f"  Got kinds {', '.join(current)}.\n"
             "  Edit rope_parameters in the model's config.json instead."
         )
-    kind = override.get("rope_type", "default")
+    known = {*RopeParameters.__annotations__, *_MORE_OF_ROPE, *current}
+    for key in map(str, override):
+        if key not in known:
+            near = key.partition(":")[0]  # yaml takes {a:b} for a key without a value
+            meant = near if near in known else None
+            raise ValueError(unknown_key_message(key, sorted(known), "rope_parameters", nearest=meant))
+    kind = override.get("rope_type", current.get("rope_type", "default"))
+    if kind == "default" and (idle := sorted(override.keys() - _OF_DEFAULT_ROPE)):
+        raise ValueError(
+            "rope_parameters has settings of a scaling, and scales nothing.\n"
+            f"  Got {', '.join(idle)}, and rope_type is default.\n"
+            "  Example: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}"
+        )
     if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
         raise ValueError(
             f"rope_parameters has a rope_type that transformers does not know.\n  Got {kind!r}.\n"
@@ -175,17 +204,24 @@ def add_adapters(model: nn.Module, recipe: Recipe) -> nn.Module:
         use_dora=recipe.use_dora,
         revision=recipe.revision,
     )
-    linears = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     wanted = recipe.lora_target_modules
-    missing = [] if wanted == "all-linear" else [name for name in wanted if not _has_module(model, name)]
-    missing += [name for name in recipe.lora_modules_to_save or [] if not _has_module(model, name)]
+    _check_modules(model, "lora_target_modules", [] if wanted == "all-linear" else wanted, ", or to all-linear")
+    _check_modules(model, "lora_modules_to_save", recipe.lora_modules_to_save or [], ", or leave it out")
+    return get_peft_model(model, config)
+
+
+def _check_modules(model: nn.Module, setting: str, wanted: Sequence[str], otherwise: str) -> None:
+    missing = [name for name in wanted if not _has_module(model, name)]
     if missing:
+        linears = {path.rsplit(".", 1)[-1] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+        names = linears | {path.rsplit(".", 1)[-1] for path, _ in model.named_modules()}
+        near = difflib.get_close_matches(missing[0][:100], sorted(names), n=1)
+        remedy = f"Did you mean {near[0]!r}? " if near else ""
         raise ValueError(
             f"The model has no module called {missing[0]!r}.\n"
             f"  Its linear layers are {', '.join(sorted(linears))}.\n"
-            "  Set lora_target_modules to some of them, or to all-linear."
+            f"  {remedy}Set {setting} to modules of the model{otherwise}."
         )
-    return get_peft_model(model, config)
 
 
 def apply_liger(model: nn.Module, recipe: Recipe, device: torch.device) -> bool:
@@ -259,12 +295,18 @@ def _says_what_is_wrong(name: str, *, of_tokenizer: bool = False) -> Iterator[No
 
 def _neither_here_nor_there(name: str, error: OSError) -> str:
     """That a name is no folder, with one that is called like it, and what the hub said."""
+    if away := unreachable():
+        return f"{_no_folder(name)}, and the hub was not reached: {away}; it is not in the cache of this machine either"
+    reached = "was not reached" if "connect" in str(error) else "did not give it"
+    return f"{_no_folder(name)}, and the hub {reached}: {in_a_line(error)}"
+
+
+def _no_folder(name: str) -> str:
     parent = Path(name).parent
     folders = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
     near = difflib.get_close_matches(Path(name).name[:100], folders, n=1, cutoff=0.5)
     meant = f" (did you mean {str(parent / near[0])!r}?)" if near else ""
-    reached = "was not reached" if "connect" in str(error) else "did not give it"
-    return f"There is no folder {name!r} in {os.getcwd()}{meant}, and the hub {reached}: {in_a_line(error)}"
+    return f"There is no folder {name!r} in {os.getcwd()}{meant}"
 
 
 def check_folder(name: str) -> None:
@@ -280,8 +322,8 @@ def check_folder(name: str) -> None:
         )
     if looks_local:
         _check_sizes(name, path / "config.json")
-    elif not _HUB_ID.fullmatch(name):
-        raise load_error(name, "There is no such folder, and ids of the hub are ORGANISATION/NAME.")
+    elif not _HUB_ID.fullmatch(name) and not cached_folder(name).is_dir():
+        raise load_error(name, f"{_no_folder(name)}, and ids of the hub are ORGANISATION/NAME, as in Qwen/Qwen2.5-7B.")
 
 
 def _check_sizes(name: str, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -336,10 +336,14 @@ def hints() -> dict[str, Setting]:
     return _HINTS
 
 
+def _default_of(name: str) -> Any:
+    return next(field.default for field in fields(Recipe) if field.name == name)
+
+
 def _check_range(name: str, value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(
-            f"{name} must be a finite number.\n  Got {name}={value}.\n  Set {name}={max(_LEAST[name], 1)}."
+            f"{name} must be a finite number.\n  Got {name}={value}.\n  Set {name}={_default_of(name)} (the default)."
         )
     if value is not None and not value >= _LEAST[name]:
         raise ValueError(

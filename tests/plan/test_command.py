@@ -114,6 +114,14 @@ def test_other_gpus_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GPU memory, GiB of 40.0" in text and "Rates are scaled" in text and "not measured on it" in text
 
 
+def test_a_document_beyond_all_estimates_is_refused_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, text = run(capsys, "qwen2.5-7b --length 999999999999")
+    assert code == 2 and "999,999,999,999 tokens; the most are 16,777,216" in text
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model_name_or_path: qwen2.5-7b\nmax_length: 17M\n")
+    assert run(capsys, str(recipe))[0] == 2
+
+
 def test_both_spellings_of_options(capsys: pytest.CaptureFixture[str]) -> None:
     words = "qwen2.5-1.5b --length 64K --host_gib 64 --page_grad_dtype=bfloat16 --chunk_tokens 4096"
     assert report(capsys, words) == report(capsys, words.replace("_gib", "-gib").replace("_tokens", "-tokens"))

@@ -311,14 +311,33 @@ def test_cost_follows_from_time() -> None:
     assert found.cost_per_million_tokens(3.5) == pytest.approx(3.5 / per_hour * 1e6)
 
 
-@pytest.mark.parametrize("name", ["H200", "nvidia h100", "A100-80GB", "RTX 4090", "4090", "rtx_3090", "L40S", "B200"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "H200",
+        "nvidia h100",
+        "A100-80GB",
+        "RTX 4090",
+        "4090",
+        "rtx_3090",
+        "L40S",
+        "B200",
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA A100-SXM4-80GB",
+        "h100-sxm",
+        "NVIDIA GeForce RTX 4090",
+    ],
+)
 def test_gpus_by_the_names_that_people_write(name: str) -> None:
     assert gpu_named(name) in GPUS.values()
 
 
 def test_an_unknown_gpu_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"'h20'.*\n.*'h200'\?\n.*--gpu_gib"):
+    with pytest.raises(ValueError, match=r"'H20'.*\n.*'h200'\?\n.*--gpu_gib"):
         gpu_named("H20")
+    for other in ("NVIDIA A100-SXM4-40GB", "H100 PCIe", "H100 NVL"):  # other memory, other rates
+        with pytest.raises(ValueError, match=rf"Unknown GPU '{other}'.*\n.*'[ah]100'\?"):
+            gpu_named(other)
 
 
 def test_layers_that_stay_dense() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -133,3 +135,27 @@ def test_a_kill_while_a_run_is_replaced(settings: Settings, out: Path, monkeypat
     assert not (out / "summary.json").exists() and (out / "config.yaml").exists()
     RunFolder(recipe_of(settings | {"overwrite_output_dir": True})).start()
     assert [item.name for item in out.iterdir()] == ["config.yaml"]
+
+
+def test_two_runs_do_not_write_to_one_folder(settings: Settings, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever comes later; ranks of one run look at the same time, and a run that is over lets go."""
+    recipe = recipe_of(settings | {"overwrite_output_dir": True})
+    first, rank, late = RunFolder(recipe), RunFolder(recipe), RunFolder(recipe)
+    first.start()
+    words = r"Another run is writing to output_dir .*\n.*\n.*another output_dir"
+    with pytest.raises(ValueError, match=words):
+        late.start()
+    with pytest.raises(ValueError, match=words):
+        RunFolder(recipe)
+    RunFolder(recipe, dry_run=True)
+    first.close()
+    late.start()
+    late.close()
+    rank.close()
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    for _ in range(2):
+        RunFolder(recipe).start()

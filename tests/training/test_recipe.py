@@ -198,7 +198,7 @@ def test_presets_are_valid(preset: Path) -> None:
         ({"train_on": "assistent"}, ["train_on", "'assistent'", "'assistant'"]),
         ({"max_steps": 0}, ["max_steps=0", "least is 1"]),
         ({"lora_dropout": 1.5}, ["lora_dropout"]),
-        ({"learning_rate": float("nan")}, ["learning_rate", "finite"]),
+        ({"learning_rate": float("nan")}, ["finite", "Set learning_rate=0.0002 (the default)"]),
         ({"learning_rate": float("inf")}, ["learning_rate", "finite", "inf"]),
         ({"lora_alpha": -3.0}, ["lora_alpha=-3.0"]),
         (

@@ -247,10 +247,15 @@ def test_output_folder_is_respected(
     ("changes", "words"),
     [
         ({"model_name_or_path": "./nowhere"}, "is not a folder"),
-        ({"lora_target_modules": ["q_prj"]}, "no module called 'q_prj'"),
+        ({"lora_target_modules": ["q_prj"]}, "Did you mean 'q_proj'? Set lora_target_modules to"),
+        ({"lora_modules_to_save": ["lm_hed"]}, "Did you mean 'lm_head'? Set lora_modules_to_save to"),
         ({"use_liger": True}, "Liger cannot run here"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters does not fit"),
         ({"rope_parameters": {"rope_type": "foo"}}, "rope_type that transformers does not know"),
+        ({"rope_parameters": {"rope_type:yarn": None, "factor": 2.0}}, "Did you mean 'rope_type'?"),
+        ({"rope_parameters": {"type": "yarn", "factor": 2.0}}, "Did you mean 'rope_type'?"),
+        ({"rope_parameters": {"rope_type": "yarn", "factr": 2.0}}, "Did you mean 'factor'?"),
+        ({"rope_parameters": {"factor": 2.0}}, "scales nothing"),
         ({"oomb": {"backend": "cudnn"}}, "cudnn: it needs a CUDA device"),
         ({"oomb": {"chunk_tokens": 4, "page_tokens": 8}}, "at least one page"),
         ({"data_path": "long.txt"}, "longer than the range"),
@@ -339,18 +344,24 @@ def test_no_more_last_tokens_than_there_are(
     assert yaml.safe_load((Path(settings["output_dir"]) / "config.yaml").read_text())["eval_last_tokens"] == most
 
 
-@pytest.mark.parametrize(("name", "meant"), [("tiny", " (did you mean 'tiny-model'?)"), ("owner/name", "")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tiny", " (did you mean 'tiny-model'?), and ids of the hub are ORGANISATION/NAME"),
+        ("owner/name", ", and the hub was not reached: "),
+    ],
+)
 def test_a_model_that_is_neither_here_nor_on_the_hub(
     settings: dict[str, Any],
     write_recipe: Write,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    meant: str,
+    said: str,
 ) -> None:
     (tmp_path / "tiny-model").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError) as caught:
         train(recipe_of(settings, write_recipe, model_name_or_path=name))
     second = str(caught.value).splitlines()[1].strip()
-    assert second.startswith(f"There is no folder {name!r} in {tmp_path}{meant}, and the hub was not reached: ")
+    assert second.startswith(f"There is no folder {name!r} in {tmp_path}{said}")
