@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,13 +17,7 @@ from oomb_accel.training.data import load_corpus
 from oomb_accel.training.model import load_tokenizer
 from oomb_accel.training.recipe import Recipe
 from tests.distributed.ranks import ROOT, needs_deepspeed
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+from tests.harness.ports import free_port
 
 
 def test_whole_step_at_tiny_size(
@@ -68,7 +61,7 @@ def test_zero_at_tiny_size(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     sides = ["plain", "zero2", "zero3-unequal", "zero2-alst", "zero2-full-step", "zero3-sparse-divided"]
     options = ["--shape", "tiny", "--lengths", "300", "--chunk-tokens", "128", "--timed", "1", "--out", str(out)]
-    ranks = ["--nproc_per_node", "2", "--master_port", str(free_port())]
+    ranks = ["--nproc_per_node", "2", "--master_port", str(free_port(20000 + os.getpid() % 9000))]
     subprocess.run(
         [
             sys.executable,

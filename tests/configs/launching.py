@@ -6,7 +6,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -119,18 +118,6 @@ def run_script(rank: int, script: str, words: list[str]) -> None:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         assert not end.code, f"{script} ended with status {end.code}"
-
-
-def free_port(start: int = 20000) -> int:
-    """A port below the range from which outgoing connections take theirs."""
-    for port in range(start + os.getpid() % 9000, 30000):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ import yaml
 from accelerate.state import AcceleratorState
 
 from oomb_accel.training import Recipe, train
-from tests.configs.launching import LAUNCH, ROOT, Trained, free_port, launch_forked, run
+from tests.configs.launching import LAUNCH, ROOT, Trained, launch_forked, run
 from tests.distributed.ranks import needs_deepspeed
 from tests.harness.folders import save_tiny_model
+from tests.harness.ports import free_port
 
 pytestmark = needs_deepspeed
 
@@ -71,6 +72,10 @@ def trained_at(folder: Path, settings: dict[str, Any]) -> Trained:
     return Trained.at(folder, settings["model_name_or_path"], TEXT)
 
 
+def a_port() -> int:
+    return free_port(20000 + os.getpid() % 9000)
+
+
 def for_ranks(number: int, settings: dict[str, Any], folder: Path) -> Path:
     """All documents in every step, by as many micro-batches as that takes."""
     micro_batches = max(1, len(LENGTHS) // number)
@@ -80,7 +85,7 @@ def for_ranks(number: int, settings: dict[str, Any], folder: Path) -> Path:
 @pytest.mark.timeout(300)
 def test_accelerate_launch(settings: dict[str, Any], wanted: Trained, tmp_path: Path) -> None:
     recipe = for_ranks(2, settings, tmp_path)
-    config = ["--config_file", "configs/accelerate/ddp.yaml", "--main_process_port", str(free_port())]
+    config = ["--config_file", "configs/accelerate/ddp.yaml", "--main_process_port", str(a_port())]
     printed = run([*LAUNCH, *config, "launch/finetune.py", str(recipe)], tmp_path)
     assert "ranks: 2, replicas" in printed
     trained_at(tmp_path / "out", settings).assert_same(wanted)
@@ -108,7 +113,7 @@ def test_a_host_full_of_gpus(name: str, number: int, settings: dict[str, Any], w
     """A document per rank, and with eight ranks four that have none."""
     recipe = for_ranks(number, settings, tmp_path)
     config = ["--config_file", f"configs/accelerate/{name}.yaml", "--num_processes", str(number)]
-    command = [*LAUNCH, *config, "--main_process_port", str(free_port()), "launch/finetune.py", str(recipe)]
+    command = [*LAUNCH, *config, "--main_process_port", str(a_port()), "launch/finetune.py", str(recipe)]
     assert f"ranks: {number}, " in run(command, tmp_path)
     trained_at(tmp_path / "out", settings).assert_same(wanted)
 
@@ -139,7 +144,7 @@ def slurm(folder: Path, **variables: str) -> dict[str, str]:
     return {
         "PATH": f"{folder}:{os.environ['PATH']}",
         "PYTHON": LAUNCH[0],
-        "SLURM_JOB_ID": str(free_port() - 20000 + 1230000),
+        "SLURM_JOB_ID": str(a_port() - 20000 + 1230000),
         "SLURM_JOB_NODELIST": "near[1-2]",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_CPUS_ON_NODE": "2",

@@ -19,9 +19,10 @@ from oomb_accel.data.load import read
 from oomb_accel.data.settings import DataSettings
 from oomb_accel.data.store import StoreWriter, TokenStore, is_whole
 
-# Builds `sys.argv[1]`: says when it begins, takes its time, and leaves how often it was built.
+# Builds `sys.argv[1]`: says when it begins, takes its time, and leaves how often it was built. Before that it waits
+# until `sys.argv[3]` processes have imported everything: how long that takes depends on what else the machine does.
 BUILD = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 import numpy as np
 from oomb_accel.data.cache import cached
@@ -38,13 +39,18 @@ def build(folder):
     writer.end_document(0, "")
     writer.close([])
 
+ready = Path(sys.argv[1] + ".ready")
+ready.mkdir(exist_ok=True)
+(ready / str(os.getpid())).touch()
+while len(list(ready.iterdir())) < int(sys.argv[3]):
+    time.sleep(0.01)
 print(cached(Path(sys.argv[1]), "key", build), flush=True)
 """
 
 
-def start(root: Path, seconds: float, **environment: str) -> "subprocess.Popen[str]":
+def start(root: Path, seconds: float, together: int = 1, **environment: str) -> "subprocess.Popen[str]":
     root.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", BUILD, str(root), str(seconds)]
+    command = [sys.executable, "-c", BUILD, str(root), str(seconds), str(together)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
 
 
@@ -70,8 +76,8 @@ def test_a_killed_build_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -
 
 def test_two_processes_at_once_build_one_time(tmp_path: Path) -> None:
     """And the second process of a machine gives the first one a head start."""
-    processes = [start(tmp_path, 1.0, LOCAL_RANK=rank) for rank in ("1", "0", "1")]
-    outputs = [process.communicate(timeout=50)[0] for process in processes]
+    processes = [start(tmp_path, 1.0, together=3, LOCAL_RANK=rank) for rank in ("1", "0", "1")]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
     assert (tmp_path / "builds").read_text() == "x"
     assert {output.splitlines()[-1] for output in outputs} == {str(tmp_path / "key")}
     assert [("building" in output) for output in outputs] == [False, True, False]

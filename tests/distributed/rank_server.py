@@ -12,11 +12,9 @@ import faulthandler
 import gc
 import importlib
 import importlib.util
-import itertools
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,6 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.harness.ports import free_port
 
 GRACE_S = 3.0
 """Seconds for the other ranks to fail by themselves, with a text of their own, after the first one has."""
@@ -83,7 +83,7 @@ def _run(job: dict[str, Any], number: int) -> str:
     environment = {
         **job["environment"],
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port(number)),
+        "MASTER_PORT": str(free_port(20000 + (os.getpid() * 37 + number) % 10000)),  # another one for each job
         "WORLD_SIZE": str(job["ranks"]),
         "LOCAL_WORLD_SIZE": str(job["ranks"]),
         "LOCAL_SIZE": str(job["ranks"]),  # keeps DeepSpeed from looking for numactl
@@ -160,18 +160,6 @@ def _spell(status: int) -> str:
 
 def _names(running: dict[int, int]) -> str:
     return " and ".join(str(rank) for rank in sorted(running.values()))
-
-
-def _free_port(number: int) -> int:
-    """A port below the range from which outgoing connections take theirs; a new one for each job."""
-    for port in itertools.count(20000 + (os.getpid() * 37 + number) % 10000):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ for line in open("/proc/self/maps"):
 def test_end_of_the_interpreter_and_of_a_forked_one() -> None:
     """The background does not keep the interpreter alive; what is pinned is unpinned; a child has none of it."""
     folder = str(Path(oomb_accel.__file__).parent)
-    done = subprocess.run([sys.executable, "-c", AT_EXIT, folder], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", AT_EXIT, folder], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and done.stderr == ""
     words = done.stdout.split()
     assert "child 0" in done.stdout

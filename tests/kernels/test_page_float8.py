@@ -18,7 +18,7 @@ from oomb_kernels.page_store import (
     load_pages_reference,
     store_pages_reference,
 )
-from tests.kernels.page_checks import KERNELS, PUBLIC, TWICE, Functions, check, run
+from tests.kernels.page_checks import EVERYWHERE, KERNELS, PUBLIC, Functions, check, run
 from tests.kernels.page_reference import PageProblem, make_problem, plain_page_attention
 from tests.kernels.pairwise import pairwise
 from tests.kernels.reference import INTERPRETED, ON_GPU, TRITON_PLACES, token_major
@@ -260,16 +260,7 @@ def test_attention_gpu_contents(case: dict[str, Any]) -> None:
         check_attention(PUBLIC, dtype=dtype, device="cuda", **{**sizes, **case, "tokens": 7 * case["tokens"]})
 
 
-@pytest.mark.parametrize(
-    ("functions", "device"),
-    [
-        pytest.param(PUBLIC, "cpu", id="definition"),
-        pytest.param(KERNELS, "cpu", marks=INTERPRETED, id="interpreted"),
-        pytest.param(TWICE, "cpu", marks=INTERPRETED, id="interpreted-twice"),
-        pytest.param(KERNELS, "cuda", marks=ON_GPU, id="gpu"),
-        pytest.param(TWICE, "cuda", marks=ON_GPU, id="gpu-twice"),
-    ],
-)
+@EVERYWHERE
 @pytest.mark.parametrize("part", [0, 1], ids=["K", "V"])
 def test_a_page_of_nan_reaches_the_output(functions: Functions, device: str, part: int) -> None:
     problem, codes, scales = in_float8(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from oomb_accel.integrations.attachment import Attachment, attachment_of
 from oomb_accel.integrations.switch import switch_on
 from oomb_accel.plan import rates
 from oomb_accel.sources import Source, from_deepspeed, from_environment, from_yaml, resolve
+from tests.distributed.ranks import run_ranks
 from tests.harness.batches import documents_of, packed
 from tests.harness.models import tiny_model, twin
 from tests.harness.parity import config
@@ -142,26 +141,16 @@ def test_contradictions() -> None:
         OombConfig(chunk_tokens="all")  # type: ignore[arg-type]
 
 
-def _choose_on_one_rank(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _choose(rank: int) -> tuple[int | str, torch.dtype, str]:
+    dist.init_process_group("gloo")
     state = switched_on(tiny_model())
     room = memory_for(state, (100_000, 600)[rank])
     auto.free_bytes = lambda device: room
     auto.choose_settings(state, LONG)
-    found = (state.chunk_tokens, state.page_grad_dtype, state.notes[-1])
-    torch.save(found, Path(folder) / f"rank{rank}.pt")
-    dist.barrier()
-    os._exit(0)  # gloo's destructor would wait for a thread that may be waiting for the GIL
+    return state.chunk_tokens, state.page_grad_dtype, state.notes[-1]
 
 
-@pytest.mark.timeout(120)
 def test_ranks_agree_on_the_least(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_choose_on_one_rank, (port, str(tmp_path)), nprocs=2)
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    first, second = run_ranks(_choose, folder=tmp_path)
     assert first[:2] == second[:2] == (512, torch.float32)
     assert "chunk_tokens=512" in first[2] and "the least of 2 ranks" in first[2]

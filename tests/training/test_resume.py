@@ -57,12 +57,21 @@ def adapter(folder: str | Path) -> dict[str, Any]:
     return load_file(Path(folder) / "adapter_model.safetensors")
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kept")
+
+
 @pytest.fixture
-def whole_run(rows: Settings, tmp_path: Path) -> Settings:
-    """The same run without a stop."""
-    uninterrupted = rows | {"output_dir": str(tmp_path / "whole")}
-    train(recipe_of(uninterrupted))
-    return uninterrupted
+def whole_run(rows: Settings, tmp_path: Path, kept: Path) -> Settings:
+    """The same run without a stop: trained once, and a copy for each test."""
+    data = kept / "rows.jsonl"
+    uninterrupted = rows | {"data_path": str(data)}
+    if not data.exists():
+        shutil.copy(rows["data_path"], data)
+        train(recipe_of(uninterrupted | {"output_dir": str(kept / "whole")}))
+    shutil.copytree(kept / "whole", tmp_path / "whole")
+    return uninterrupted | {"output_dir": str(tmp_path / "whole")}
 
 
 @pytest.mark.parametrize("lora_r", [4, 0], ids=["lora", "full"])
