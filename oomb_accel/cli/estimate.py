@@ -242,7 +242,11 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
         "host_memory_bytes": None if options.host_memory_gib is None else int(options.host_memory_gib * GIB),
     }
     dtypes = dtypes_of(
-        options.torch_dtype, lora_r=lora_r, zero_stage=zero_stage, mixed_precision=options.mixed_precision
+        options.torch_dtype,
+        lora_r=lora_r,
+        zero_stage=zero_stage,
+        mixed_precision=options.mixed_precision,
+        stored_dtype=model.stored_dtype,
     )
     return Job(
         model=model,
@@ -309,7 +313,8 @@ def _parser() -> Parser:
         "--torch_dtype",
         default="auto",
         choices=["auto", "bfloat16", "float32"],
-        help="of the weights; auto is float32 where all are trained, without DeepSpeed",
+        help="of the weights; auto is as the config says, bfloat16 where it says nothing, and float32 where all are "
+        "trained, without DeepSpeed",
     )
     training.add_argument("--zero", type=int, default=0, choices=[0, 1, 2, 3], help="ZeRO stage; 0 is no DeepSpeed")
     training.add_argument("--optimizer_offload", action="store_true", help="optimizer states in host memory")

@@ -130,11 +130,17 @@ class Job:
 
 
 def dtypes_of(
-    torch_dtype: str, *, lora_r: int, zero_stage: int | None, mixed_precision: str = "auto"
+    torch_dtype: str,
+    *,
+    lora_r: int,
+    zero_stage: int | None,
+    mixed_precision: str = "auto",
+    stored_dtype: str | None = None,
 ) -> dict[str, Any]:
-    """What the settings of a recipe decide about the dtypes of a `Job`, by the names of its fields. All weights are
-    trained in fp32 unless something else is said; DeepSpeed keeps an fp32 copy of bf16 weights of its own."""
-    wide = torch_dtype == "float32" or (torch_dtype == "auto" and lora_r == 0)
+    """What the settings of a recipe decide about the dtypes of a `Job`, by the names of its fields. Weights are
+    those of the model's files (``stored_dtype``) where they are frozen, and fp32 where all are trained, unless
+    something else is said; DeepSpeed keeps an fp32 copy of bf16 weights of its own."""
+    wide = torch_dtype == "float32" or (torch_dtype == "auto" and (lora_r == 0 or stored_dtype == "float32"))
     casts = mixed_precision != "no"
     return {
         "weights_dtype": "float32" if wide and (zero_stage is None or not casts) else "bfloat16",

@@ -44,6 +44,8 @@ class ModelShape:
     """Whether queries, keys and values have a bias."""
     trained_tokens: int | None = None
     """The range that the positions are made for, as far as the config says."""
+    stored_dtype: str | None = None
+    """Of the weights in the model's files, as far as the config says."""
 
     @property
     def linears(self) -> tuple[tuple[int, int, int], ...]:
@@ -127,7 +129,7 @@ def shape_of(fields: Mapping[str, Any], name: str, rope_parameters: Mapping[str,
     Raises:
         ValueError: sizes are missing.
     """
-    fields = _text_fields(fields)
+    whole, fields = fields, _text_fields(fields)
     model_type = str(fields.get("model_type", "unknown"))
     missing = [field for field in _REQUIRED if not fields.get(field)]
     intermediate = fields.get("moe_intermediate_size") or fields.get("intermediate_size")
@@ -158,7 +160,13 @@ def shape_of(fields: Mapping[str, Any], name: str, rope_parameters: Mapping[str,
         experts_per_token=int(fields.get("num_experts_per_tok") or 0) if experts else 0,
         biased=model_type in _ALWAYS_BIASED or bool(fields.get("attention_bias")),
         trained_tokens=_trained_tokens(fields, rope_parameters or {}),
+        stored_dtype=_stored_dtype(whole) or _stored_dtype(fields),
     )
+
+
+def _stored_dtype(fields: Mapping[str, Any]) -> str | None:
+    named = fields.get("dtype") or fields.get("torch_dtype")
+    return None if named is None else str(named).removeprefix("torch.")
 
 
 def _text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:

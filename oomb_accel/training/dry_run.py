@@ -235,8 +235,9 @@ def find_machine(gpu: str | None, num_gpus: int, plugin: DeepSpeedPlugin | None,
 
 def _job(recipe: Recipe, config: Any, machine: Machine) -> Job:
     """One step on a document whose length is still to be said."""
+    shape = replace(read_shape(config), name=recipe.model_name_or_path)
     return Job(
-        model=replace(read_shape(config), name=recipe.model_name_or_path),
+        model=shape,
         tokens=recipe.oomb.page_tokens,
         lora_r=recipe.lora_r,
         **dtypes_of(
@@ -244,6 +245,7 @@ def _job(recipe: Recipe, config: Any, machine: Machine) -> Job:
             lora_r=recipe.lora_r,
             zero_stage=machine.zero_stage,
             mixed_precision=machine.precision,
+            stored_dtype=shape.stored_dtype,
         ),
         **settings_of(recipe.oomb),
         gpu=machine.gpu,

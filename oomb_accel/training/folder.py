@@ -119,7 +119,7 @@ class RunFolder:
             self._unlock()
 
     def _take(self, kind: int) -> Callable[[], object]:
-        """Lock the folder itself, which the kernel unlocks when the process dies. File systems without locks go without.
+        """Lock the folder itself; the kernel unlocks it when the process dies. File systems without locks go without.
 
         Returns: what gives it back.
 

@@ -12,6 +12,7 @@ import pytest
 
 from oomb_accel.cli import main
 from oomb_accel.cli.estimate import token_count
+from oomb_accel.plan.known import KNOWN
 from oomb_accel.plan.sizes import GIB
 
 
@@ -120,6 +121,17 @@ def test_a_document_beyond_all_estimates_is_refused_at_once(capsys: pytest.Captu
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model_name_or_path: qwen2.5-7b\nmax_length: 17M\n")
     assert run(capsys, str(recipe))[0] == 2
+
+
+def test_weights_are_as_wide_as_in_the_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As `oomb train` loads them; what is said counts more."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(KNOWN["qwen2.5-0.5b"] | {"torch_dtype": "float32"}))
+    wide = report(capsys, f"{config} --length 8K")["device_bytes"]["weights"]
+    narrow = report(capsys, "qwen2.5-0.5b --length 8K")["device_bytes"]["weights"]
+    assert wide > 1.9 * narrow
+    assert report(capsys, f"{config} --length 8K --torch_dtype bfloat16")["device_bytes"]["weights"] == narrow
+    assert report(capsys, f"{config} --length 8K --zero 2")["device_bytes"]["weights"] < 1.1 * narrow
 
 
 def test_both_spellings_of_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,6 +130,7 @@ def test_a_kill_while_a_run_is_replaced(settings: Settings, out: Path, monkeypat
         kill_in_rmtree(patch)
         with pytest.raises(KeyboardInterrupt):
             folder.start()
+    folder.close()  # as the end of the process does
     assert not gutted(out)
     # Nothing says that the run is finished, and it is still known to be one.
     assert not (out / "summary.json").exists() and (out / "config.yaml").exists()
