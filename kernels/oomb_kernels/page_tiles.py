@@ -70,8 +70,8 @@ def choose_tiles(
         float8: pages are in e4m3.
 
     Returns: of those that fit the one with the largest block_m, then block_n, then num_stages; if none fits, the
-        smallest, which Triton refuses to launch with a message of its own. Other devices than Hopper have operands of
-        products in registers: there more warps share them, tiles are smaller, and copies ahead come before large tiles.
+        smallest, which Triton refuses to launch with a message of its own. Devices with less memory than an H200 have
+        operands of products in registers: there more warps share them, tiles are smaller, and copies ahead come first.
     """
     width = max(64, next_power_of_2(head_dim))
     measured = _TILES[kernel, min(width, 256)]
