@@ -133,10 +133,9 @@ def _usage() -> str:
         "usage: oomb COMMAND ...\n\ncommands:\n"
         + aligned([(f"  {name}", what) for name, what in COMMANDS.items()], left=(0, 1))
         + (
-            "\n\noomb COMMAND --help says more. All commands take --json and --debug (tracebacks of all errors, and "
-            "all that libraries say; also OOMB_DEBUG=1).\n"
-            "exit codes: 0 done, 1 the run or a check failed, 2 wrong settings, files, options or a place that cannot "
-            "be written, 130 Ctrl-C, "
-            "143 SIGTERM"
+            "\n\noomb COMMAND --help says more. All commands take --json and --debug (tracebacks of all\n"
+            "errors, and all that libraries say; also OOMB_DEBUG=1).\n"
+            "exit codes: 0 done, 1 the run or a check failed, 2 wrong settings, files, options or a place\n"
+            "that cannot be written, 130 Ctrl-C, 143 SIGTERM"
         )
     )

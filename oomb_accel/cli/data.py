@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 USAGE = """usage: oomb data RECIPE.yaml [--json] [--show N] [--setting value ...]
        oomb data PATH [PATH ...] --model MODEL [--json] [--show N] [--setting value ...]
 
-Reads and tokenises the data of a recipe as oomb train would, keeps the result for it, and says what there is:
-documents, tokens, targets, lengths, what was cut, dropped and packed, and the label mask of a document. Needs no GPU
-and no weights.
+Reads and tokenises the data of a recipe as oomb train would, keeps the result for it, and says
+what there is: documents, tokens, targets, lengths, what was cut, dropped and packed, and the label
+mask of a document. Needs no GPU and no weights.
 
   PATH           a file, a folder or a hub dataset
   --model MODEL  folder or hub id with the tokenizer; over the recipe's model_name_or_path
   --show N       show the label mask of document N, from 1; default 1, 0 shows none
   --json         everything as JSON
-  --setting      a setting of the recipe, as in oomb train: --max_length 8192 --truncation split --train_on assistant
+  --setting      a setting of the recipe, as in oomb train: --max_length 8192 --truncation split
+                 --train_on assistant
 """
 
 

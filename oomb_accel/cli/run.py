@@ -23,13 +23,16 @@ from oomb_accel.sources import (
     variable_of,
 )
 
-USAGE = """usage: oomb run [--oomb_config PRESET.yaml] [--oomb.NAME VALUE ...] [--json] SCRIPT.py [ARGUMENTS ...]
+USAGE = """usage: oomb run [--oomb_config PRESET.yaml] [--oomb.NAME VALUE ...] [--json]
+                SCRIPT.py [ARGUMENTS ...]
 
-Runs a training script unchanged, with chunk recurrence switched on for the model that it trains with Trainer,
-SFTTrainer, Accelerate or DeepSpeed. Settings come from these options, from OOMB_ variables, from the preset, and
-from the "oomb" block of the DeepSpeed config; without any the defaults hold. On several GPUs:
+Runs a training script unchanged, with chunk recurrence switched on for the model that it trains
+with Trainer, SFTTrainer, Accelerate or DeepSpeed. Settings come from these options, from OOMB_
+variables, from the preset, and from the "oomb" block of the DeepSpeed config; without any the
+defaults hold. On several GPUs:
   accelerate launch --config_file configs/accelerate/zero2.yaml -m oomb_accel run SCRIPT.py ...
-With --json the last line of standard output says what came of it: {"exit_code": 0, "steps_in_chunks": 12}.
+With --json the last line of standard output says what came of it:
+  {"exit_code": 0, "steps_in_chunks": 12}
 """
 
 

@@ -24,15 +24,19 @@ USAGE = """usage: oomb train RECIPE.yaml [--setting value ...]
 Options override the recipe, in either spelling: --lora_r 8, --lora-r=8, --oomb.chunk_tokens 512.
 On several GPUs: accelerate launch -m oomb_accel train RECIPE.yaml
 
-  --resume [CHECKPOINT]  go on from the latest checkpoint in output_dir, or from this one; the same as
-                         --resume_from_checkpoint latest. A run saves its settings: oomb train OUT/config.yaml --resume
-  --dry_run              read recipe, data and the model's config, and say what would be done, whether it fits and what
-                         to change if not; exit code 1 then. No weights are loaded, nothing is written
+  --resume [CHECKPOINT]  go on from the latest checkpoint in output_dir, or from this one; the
+                         same as --resume_from_checkpoint latest. A run saves its settings:
+                         oomb train OUT/config.yaml --resume
+  --dry_run              read recipe, data and the model's config, and say what would be done,
+                         whether it fits and what to change if not; exit code 1 then. No weights
+                         are loaded, nothing is written
   --gpu NAME, --gpus N   what the dry run is for, if not for this machine and launch
-  --json                 the summary of the run, or the plan, as JSON on standard output; all else goes to stderr
+  --json                 the summary of the run, or the plan, as JSON on standard output; all else
+                         goes to stderr
   --debug                tracebacks of all errors
 
-Ctrl-C and SIGTERM stop a run: it saves what is done and says how to go on. A second Ctrl-C stops it at once.
+Ctrl-C and SIGTERM stop a run: it saves what is done and says how to go on. A second Ctrl-C stops
+it at once.
 """
 
 

@@ -14,6 +14,16 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
+_PDF = b"%PDF-"
+_PACKED = {
+    _PDF: ("a PDF", "Take the text out of it, for example: pdftotext FILE NEW_FILE.txt."),
+    b"PK\3\4": (
+        "a zip archive, as .docx and .epub are",
+        "Unpack it, or for these: pandoc FILE -o NEW_FILE.txt.",
+    ),
+    b"\x1f\x8b": ("compressed by gzip", "Unpack it: gunzip FILE."),
+}
+"""How files begin that hold text for other programs, what they are, and how to get at it."""
 MINIFIED_BYTES = 64 << 10
 MINIFIED_LINE_BYTES = 2000
 
@@ -50,8 +60,12 @@ def check_block(path: Path, block: bytes, position: int) -> None:
     """Refuse a binary file.
 
     Raises:
-        ValueError: the block holds a zero byte, and does not begin like another encoding of text.
+        ValueError: the block begins a file that some program has to unpack, or holds a zero byte and does not begin
+            like another encoding of text.
     """
+    for beginning, (kind, remedy) in _PACKED.items():
+        if position == 0 and block.startswith(beginning):
+            raise ValueError(f"{str(path)!r} is no plain text.\n  It begins as {kind}.\n  {remedy}")
     at = block.find(b"\0")
     if at >= 0 and not (position == 0 and encoding_of_mark(block)):
         raise ValueError(
@@ -83,6 +97,8 @@ def why_skipped(data: bytes) -> str | None:
     """Why a file of a folder does not become part of its document; None when it does."""
     if not data.strip():
         return "empty"
+    if data.startswith(_PDF):
+        return "PDF"
     if b"\0" in data and encoding_of_mark(data) is None:
         return "binary"
     try:

@@ -176,6 +176,9 @@ BAD: list[tuple[str, bytes, str]] = [
     ("a.txt", "ab".encode("utf-32"), "begins as UTF-32LE text"),
     ("a.txt", "Grüße".encode("latin1"), "not UTF-8.*iconv -f latin1"),
     ("a.txt", b"ab\x00cd", "binary file.*zero byte at 2"),
+    ("a.pdf", b"%PDF-1.4\nonly ASCII", "no plain text.*a PDF.*pdftotext"),
+    ("a.docx", b"PK\x03\x04\x00", "no plain text.*zip archive.*pandoc"),
+    ("a.jsonl.gz", b"\x1f\x8b\x08", "no plain text.*gzip.*gunzip"),
     ("a.txt", b"", "is empty"),
     ("a.txt", b"\xef\xbb\xbf \r\n", "is empty"),
     ("a.jsonl", b'{"text": "a", "text": "b"}\n', "line 1 has the key 'text' twice"),
@@ -257,6 +260,7 @@ MIXED: dict[str, str | bytes] = {
     "d_dot_txt": "ü".encode("latin1"),
     "e_dot_js": "var a;" * 20_000,
     "f_dot_txt": " \n",
+    "h_dot_pdf": "%PDF-1.4\nonly ASCII\n",
     "_dot_hidden__y_dot_py": "yy",
     "tests__t_dot_py": "tt",
 }
@@ -268,8 +272,8 @@ def test_a_folder_is_one_document(load_paths: Load, tokenizer: PreTrainedTokeniz
     (one,) = corpus.documents
     text = "==== a.md ====\naa\n==== b/x.py ====\nxx\n\n==== tests/t.py ====\ntt"
     assert tokenizer.decode(one.input_ids[:-1]) == text
-    assert corpus.notes[0].startswith(f"{folder}: one document of 3 files; skipped 4 (")
-    for reason in ("1 binary", "1 not UTF-8", "1 minified", "1 empty"):
+    assert corpus.notes[0].startswith(f"{folder}: one document of 3 files; skipped 5 (")
+    for reason in ("1 binary", "1 not UTF-8", "1 minified", "1 empty", "1 PDF"):
         assert reason in corpus.notes[0]
 
 
@@ -277,7 +281,7 @@ def test_a_folder_as_files(load_paths: Load, tokenizer: PreTrainedTokenizerFast,
     folder = tree(tmp_path / "folder", **MIXED, g_dot_jsonl='{"text": "row"}\n')
     corpus = load_paths(folder, folder_as="files", exclude=("*.js",))
     assert [tokenizer.decode(one.input_ids[:-1]) for one in corpus.documents] == ["aa", "xx\n", "row", "tt"]
-    assert "4 files, each by itself; skipped 3 (" in corpus.notes[0]
+    assert "4 files, each by itself; skipped 4 (" in corpus.notes[0]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from oomb_accel.cli import main, run_guarded
+from oomb_accel import cli
+from oomb_accel.cli import data, main, run, run_guarded, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +21,14 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "train" in capsys.readouterr().out
     assert main(["trian"]) == 2
     assert "'train'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", [cli._usage(), train.USAGE, run.USAGE, data.USAGE], ids=["oomb", "train", "run", "data"]
+)
+def test_help_is_not_folded_again(text: str) -> None:
+    """It would be folded in the middle of its columns."""
+    assert [line for line in text.splitlines() if len(line) > 100] == []
 
 
 def test_train_needs_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
