@@ -39,7 +39,7 @@ class LastInput:
 
     def rows(self, x: Tensor) -> Rows:
         """An input ``[..., I]`` as rows in 8 bits."""
-        # Fused layers hand an alias of the input on. As long as the tensor lives, its address is nobody else's.
+        # An alias of the input will do. As long as the tensor lives, its address is nobody else's.
         key = None if x.is_inference() else (x.data_ptr(), x._version, x.shape, x.stride(), x.dtype)
         if self._rows is None or key is None or key != self._key or self._source is None or self._source() is None:
             self._rows = None  # before others are made
