@@ -82,7 +82,7 @@ def check_lengths(texts: Sequence[Text], last_tokens: int, contexts: Sequence[in
             raise ValueError(
                 f"{text.name} is too short: it must be longer than the tokens to score.\n"
                 f"  It has {len(text.ids):,} tokens; --last_tokens is {last_tokens:,}.\n"
-                f"  Use --last_tokens {max(2, len(text.ids) // 4)}, or longer documents."
+                f"  Use --last_tokens {max(2, len(text.ids) // 4)}, or longer documents (--tokens cuts them)."
             )
     longest = max(len(text.ids) - text.first for text in texts) - last_tokens
     too_long = [context for context in contexts if context != WHOLE and context > longest]
