@@ -154,7 +154,8 @@ def store_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: Tensor, sc
     if pool.is_cuda and (scales_GN2 is None or k_GTD.dtype != torch.float64):
         launch_store_pages(pool, slots_GN, k_GTD, v_GTD, scales_GN2)
     else:
-        store_pages_reference(pool, slots_GN, k_GTD, v_GTD, scales_GN2)
+        with torch.autocast(pool.device.type, enabled=False):  # it stacks nothing in e4m3
+            store_pages_reference(pool, slots_GN, k_GTD, v_GTD, scales_GN2)
 
 
 def load_pages(

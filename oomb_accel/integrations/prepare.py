@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -87,6 +88,12 @@ def refusals(accelerator: Accelerator) -> list[str]:
     """Reasons in an Accelerator why chunks could not be trained with it; empty when there is none."""
     kind = str(accelerator.distributed_type).rsplit(".", 1)[-1]
     reasons = [f"It uses {kind}. {_REFUSED_TYPES[kind]}"] if kind in _REFUSED_TYPES else []
+    started = os.environ.get("WORLD_SIZE", "1")
+    if accelerator.num_processes == 1 and started not in ("", "1"):
+        reasons.append(
+            f"It knows one process, and {started} were started: every rank would train on the same documents. "
+            "Without a GPU Accelerate has to be told: accelerate.PartialState(backend='gloo') before the Accelerator."
+        )
     if accelerator.mixed_precision in ("fp16", "fp8"):
         reasons.append(
             f"mixed_precision is {accelerator.mixed_precision!r}: page gradients of long documents overflow in it. "

@@ -123,6 +123,7 @@ def test_reentrant_checkpointing_is_refused(accelerator: Accelerator) -> None:
 
 def _fake(**more: Any) -> Any:
     usual = {"distributed_type": DistributedType.MULTI_GPU, "mixed_precision": "bf16", "parallelism_config": None}
+    usual["num_processes"] = 2
     return SimpleNamespace(**{**usual, **more})
 
 
@@ -145,6 +146,15 @@ def test_other_kinds_of_parallelism_are_refused_by_name(fake: Any, expected: str
     assert re.search(expected, reason)
     with pytest.raises(ValueError, match="Chunks cannot be trained with this Accelerator"):
         oomb_accel.prepare(SimpleNamespace(**vars(fake), state=SimpleNamespace(), prepare=None), tiny_model())
+
+
+def test_ranks_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under DeepSpeed without a GPU, where Accelerate connects nobody."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (reason,) = refusals(_fake(distributed_type=DistributedType.DEEPSPEED, num_processes=1))
+    assert "knows one process, and 2 were started" in reason and "PartialState(backend='gloo')" in reason
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert refusals(_fake(num_processes=1)) == []
 
 
 def test_data_parallelism_is_not_refused() -> None:

@@ -161,6 +161,14 @@ def test_infinities_and_nan_do_not_hide(store: Any, load: Any, device: str, bad:
     assert loaded_k.isfinite().all() and loaded_v.isfinite().all()
 
 
+def test_autocast_changes_nothing() -> None:
+    k, v = torch.randn(2, 2, 8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = stored(store_pages, k, v, 4)
+    outside = stored(store_pages, k, v, 4)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(inside, outside, strict=True))
+
+
 def test_pages_that_are_nowhere_are_zeros() -> None:
     pool, slots, scales = stored(store_pages, torch.ones(1, 8, 8), torch.ones(1, 8, 8), 4)
     slots[0, 1], scales[0, 1] = -1, float("nan")
