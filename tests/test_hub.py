@@ -15,6 +15,7 @@ from oomb_accel.data.settings import DataSettings
 from oomb_accel.plan import read_shape
 from oomb_accel.training.model import load_tokenizer, read_config
 from oomb_accel.training.recipe import Recipe
+from tests.harness.folders import save_tiny_model
 
 
 @pytest.fixture
@@ -54,6 +55,14 @@ def test_nothing_is_asked_without_an_address(no_network: list[str]) -> None:
         with pytest.raises(ValueError, match=r"the hub was not reached: huggingface.co has no address here \(.*-2"):
             call()
     assert no_network == ["huggingface.co"] * 2  # a name server may fail once; then it is known
+
+
+def test_no_address_is_looked_up_for_a_folder(no_network: list[str], tmp_path: Path) -> None:
+    """Where there is no network, that may take a while."""
+    folder = save_tiny_model(tmp_path / "model", "qwen2")
+    read_config(str(folder))
+    load_tokenizer(Recipe(model_name_or_path=str(folder), data_path="x", output_dir="y"))
+    assert not no_network
 
 
 def test_a_proxy_or_a_mirror_counts(no_network: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,11 @@ def load_model(recipe: Recipe) -> nn.Module:
     )
 
 
+def _is_away(name: str) -> bool:
+    """Whether a model of the hub can only be one that was loaded before. Nobody asks for a folder."""
+    return not Path(name).is_dir() and unreachable() is not None
+
+
 def load_weights(
     name: str, config: Any, dtype: str | torch.dtype, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
@@ -71,7 +76,7 @@ def load_weights(
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,  # they are told below, by name
             output_loading_info=True,
-            local_files_only=unreachable() is not None,
+            local_files_only=_is_away(name),
         )
     model, found = loaded
     if found["mismatched_keys"]:
@@ -110,7 +115,7 @@ def read_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             name,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            local_files_only=unreachable() is not None,
+            local_files_only=_is_away(name),
         )
     return config
 
@@ -128,7 +133,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
             name,
             revision=recipe.revision,
             trust_remote_code=recipe.trust_remote_code,
-            local_files_only=unreachable() is not None,
+            local_files_only=_is_away(name),
         )
 
 
