@@ -127,10 +127,10 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().split("::")[1].split(".")[0]
-        if name in ("mm", "addmm", "addmm_"):
-            left, right = args[-2:]
+        if name in ("linear", "mm", "addmm", "addmm_"):
+            left, right = args[:2] if name == "linear" else args[-2:]
             if right.data_ptr() in self.weights:
-                self.flops += 2.0 * left.numel() * right.shape[1]
+                self.flops += 2.0 * left.numel() * right.shape[0 if name == "linear" else 1]
         return func(*args, **(kwargs or {}))
 
 
