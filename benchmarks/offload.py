@@ -29,6 +29,7 @@ from oomb_accel.integrations.liger import use_liger
 from oomb_accel.integrations.support import base_model_of
 from oomb_accel.offload import Offload
 from oomb_accel.plan.shape import ModelShape, shape_of
+from oomb_accel.plan.sizes import record_bytes
 from oomb_accel.progress import host_bytes
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -91,7 +92,7 @@ def config_of(side: str, chunk_tokens: int, pool_gib: float | None) -> OombConfi
 
 def page_bytes(shape: ModelShape, tokens: int) -> int:
     """K and V of so many tokens in all layers, in 16 bits, and gradients as large."""
-    return 2 * 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * tokens
+    return 2 * shape.num_layers * shape.num_kv_heads * record_bytes(tokens, shape.head_dim, "bfloat16")
 
 
 def _measure(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, row: Row, timed: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._nn import linear  # DeepSpeed puts its own in torch.nn.functional
+from torch._C._nn import linear  # torch.nn.functional.linear; DeepSpeed puts another one there
 
 from oomb_kernels import checksums, float8_product, has_float8_product, quantize_rows
 

@@ -72,10 +72,6 @@ def trained_at(folder: Path, settings: dict[str, Any]) -> Trained:
     return Trained.at(folder, settings["model_name_or_path"], TEXT)
 
 
-def a_port() -> int:
-    return free_port(20000 + os.getpid() % 9000)
-
-
 def for_ranks(number: int, settings: dict[str, Any], folder: Path) -> Path:
     """All documents in every step, by as many micro-batches as that takes."""
     micro_batches = max(1, len(LENGTHS) // number)
@@ -85,7 +81,7 @@ def for_ranks(number: int, settings: dict[str, Any], folder: Path) -> Path:
 @pytest.mark.timeout(300)
 def test_accelerate_launch(settings: dict[str, Any], wanted: Trained, tmp_path: Path) -> None:
     recipe = for_ranks(2, settings, tmp_path)
-    config = ["--config_file", "configs/accelerate/ddp.yaml", "--main_process_port", str(a_port())]
+    config = ["--config_file", "configs/accelerate/ddp.yaml", "--main_process_port", str(free_port())]
     printed = run([*LAUNCH, *config, "launch/finetune.py", str(recipe)], tmp_path)
     assert "ranks: 2, replicas" in printed
     trained_at(tmp_path / "out", settings).assert_same(wanted)
@@ -113,7 +109,7 @@ def test_a_host_full_of_gpus(name: str, number: int, settings: dict[str, Any], w
     """A document per rank, and with eight ranks four that have none."""
     recipe = for_ranks(number, settings, tmp_path)
     config = ["--config_file", f"configs/accelerate/{name}.yaml", "--num_processes", str(number)]
-    command = [*LAUNCH, *config, "--main_process_port", str(a_port()), "launch/finetune.py", str(recipe)]
+    command = [*LAUNCH, *config, "--main_process_port", str(free_port()), "launch/finetune.py", str(recipe)]
     assert f"ranks: {number}, " in run(command, tmp_path)
     trained_at(tmp_path / "out", settings).assert_same(wanted)
 
@@ -144,7 +140,7 @@ def slurm(folder: Path, **variables: str) -> dict[str, str]:
     return {
         "PATH": f"{folder}:{os.environ['PATH']}",
         "PYTHON": LAUNCH[0],
-        "SLURM_JOB_ID": str(a_port() - 20000 + 1230000),
+        "SLURM_JOB_ID": str(free_port() - 20000 + 1230000),
         "SLURM_JOB_NODELIST": "near[1-2]",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_CPUS_ON_NODE": "2",

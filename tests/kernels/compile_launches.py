@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -117,24 +118,18 @@ def _token_losses(head_dims: HeadDims) -> Iterator[str]:
         yield f"backward {dtype}"
 
 
-def _stored_pages(head_dims: HeadDims) -> Iterator[str]:
+def _moved_pages(launch: Callable[[Tensor, Tensor, Tensor, Tensor], None], head_dims: HeadDims) -> Iterator[str]:
+    """Between a pool and K and V."""
     for head_dim, stored, given in product(head_dims, (BF16, FP32), (BF16, FP32)):
         tokens = _tokens(PAGES, 128, head_dim, given)
-        page_store.launch_store_pages(_pool(head_dim, stored), _slots(), tokens, tokens)
-        yield f"{head_dim} {stored} from {given}"
+        launch(_pool(head_dim, stored), _slots(), tokens, tokens)
+        yield f"{head_dim} pool {stored}, K and V {given}"
 
 
 def _loaded_pages(head_dims: HeadDims) -> Iterator[str]:
     for head_dim, stored in product(head_dims, (BF16, FP16, FP32)):
         page_store.launch_load_pages(_pool(head_dim, stored), _slots())
         yield f"{head_dim} {stored}"
-
-
-def _added_pages(head_dims: HeadDims) -> Iterator[str]:
-    for head_dim, stored, given in product(head_dims, (BF16, FP32), (BF16, FP32)):
-        tokens = _tokens(PAGES, 128, head_dim, given)
-        page_store.launch_add_pages_(_pool(head_dim, stored), _slots(), tokens, tokens)
-        yield f"{head_dim} {stored} to {given}"
 
 
 def _accumulated_pages(head_dims: HeadDims) -> Iterator[str]:
@@ -196,9 +191,9 @@ LAUNCHES: dict[str, Callable[[HeadDims], Iterator[str]]] = {
     "slot updates": _slot_updates,
     "record copies": _record_copies,
     "token losses": _token_losses,
-    "stored pages": _stored_pages,
+    "stored pages": partial(_moved_pages, page_store.launch_store_pages),
     "loaded pages": _loaded_pages,
-    "added pages": _added_pages,
+    "added pages": partial(_moved_pages, page_store.launch_add_pages_),
     "accumulated pages": _accumulated_pages,
     "float8 pages": _float8_pages,
     "merges": _merges,

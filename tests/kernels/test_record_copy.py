@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from triton import knobs
 
 from oomb_kernels import CopyMethod, available_copy_methods, best_copy_method, copy_records, cuda_copies
 from oomb_kernels.copy_kernel import _copy_records_kernel, launch_copy_records
 from oomb_kernels.cuda_copies import CudaCopyError, Int64s
 from oomb_kernels.record_copy import choose_method, merge_runs
 from tests.kernels.compile_copies import copy_ptx
+from tests.kernels.ptxas import need_ptxas
 from tests.kernels.reference import INTERPRETED, ON_GPU
 
 CPU = torch.device("cpu")
@@ -108,10 +108,7 @@ def test_kernel_interpreted(record_bytes: int, count: int) -> None:
 
 
 def test_kernel_accesses_are_16_bytes_wide() -> None:
-    try:
-        assert knobs.nvidia.ptxas.path
-    except RuntimeError as error:
-        pytest.skip(f"compiling without a GPU needs ptxas of Triton's wheel: {error}")
+    need_ptxas()
     ptx = copy_ptx()
     loads, stores = (re.findall(rf"{kind}\.global\S*", ptx) for kind in ("ld", "st"))
     assert stores and set(stores) == {"st.global.v2.b64"}
