@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from oomb_accel.memory import Outputs, StreamMemory
+from oomb_accel.memory import Outputs, Products, StreamMemory
 from oomb_accel.schedule import Chunk
 
 Sweep = Literal["forward", "backward"]
@@ -40,6 +40,11 @@ class ChunkPass:
     def kept(self) -> Outputs | None:
         """Outputs and LSE of the forward sweep, where this chunk's are kept."""
         return self.memory.kept.get(self.chunk.index)
+
+    @property
+    def products(self) -> Products | None:
+        """Outputs of the MLPs of the forward sweep, where this chunk's are kept."""
+        return self.memory.products.get(self.chunk.index)
 
     @property
     def first_rows(self) -> slice:

@@ -121,10 +121,12 @@ class OombConfig(_Given):
     """Most host memory that this process pins for pages. ``"auto"`` is its share of what the machine has free."""
 
     keep_outputs: bool | Auto = "auto"
-    """Keep attention outputs and LSE of the forward sweep, so that the recompute skips attention.
+    """Keep outputs of the forward sweep, so that the recompute need not make them again.
 
-    Costs ``2 * heads * head_dim + 4 * heads`` bytes per token and layer in bf16. ``"auto"`` keeps those of
-    the latest chunks, as many as the free device memory allows.
+    Attention outputs and LSE come first, ``2 * heads * head_dim + 4 * heads`` bytes per token and layer in bf16, so
+    that the recompute skips attention. Behind them come the MLPs' outputs, ``2 * (hidden + r)`` bytes, so that it skips
+    the last product of each MLP, where that has a LoRA adapter. ``"auto"`` keeps those of the latest chunks, as many as
+    the free device memory allows; True keeps all attention outputs, whatever is free; False keeps nothing.
     """
 
     keep_last_graph: bool = True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -15,6 +17,21 @@ Outputs = dict[int, tuple[Tensor, Tensor]]
 """Attention output and LSE by layer: ``[H, T, D]`` and ``[H, T]``."""
 
 
+class Product(NamedTuple):
+    """What a linear layer with LoRA has computed."""
+
+    out: Tensor
+    """``[..., O]``"""
+    xa: Tensor
+    """``x A^T``, ``[T, R]``."""
+    version: int
+    """Of ``out`` when it was made: somebody may change it in place."""
+
+
+Products: TypeAlias = dict[Any, list[Product]]
+"""By linear layer, what it has computed for one chunk, call by call."""
+
+
 @dataclass(slots=True)
 class StreamMemory:
     """Pages, selections and kept outputs of one stream. Each chunk is released as soon as its backward has run."""
@@ -24,6 +41,8 @@ class StreamMemory:
     """None where every layer attends to everything, or to its window."""
     kept: dict[int, Outputs] = field(default_factory=dict)
     """By index of the chunk, for those whose attention outputs are kept for the backward sweep."""
+    products: dict[int, Products] = field(default_factory=dict)
+    """By index of the chunk, for those whose MLPs' outputs are kept."""
     foresight: Foresight | None = None
     """None where all pages stay on the device."""
     rooms: PageRooms | None = None
@@ -33,6 +52,8 @@ class StreamMemory:
         """Device bytes of what is kept from chunk to chunk, by tier."""
         # Layers are alike, and all of them have run whenever somebody asks.
         kept = [len(outputs) * _num_bytes(*next(iter(outputs.values()))) for outputs in self.kept.values() if outputs]
+        made = (product for products in self.products.values() for product in chain(*products.values()))
+        kept += [_num_bytes(product.out, product.xa) for product in made]
         return {**self.cache.device_bytes(), "kept_outputs": sum(kept)}
 
     def begin(self, chunk: Chunk, phase: Phase) -> None:
@@ -45,6 +66,7 @@ class StreamMemory:
     def release(self, chunk: Chunk) -> None:
         """Forget a chunk: nothing will ask for it again."""
         self.kept.pop(chunk.index, None)
+        self.products.pop(chunk.index, None)
         self.cache.release(chunk)
         if self.selector is not None:
             self.selector.release(chunk)

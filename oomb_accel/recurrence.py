@@ -50,7 +50,7 @@ class RecurrenceSettings:
     keep_last_graph: bool
     always_one_node: bool
     """Other ranks may be in a step of many chunks, and ZeRO 2 reduces gradients in the order of their arrival."""
-    pass_context: Callable[[], AbstractContextManager[Any]]
+    pass_context: Callable[[ChunkPass], AbstractContextManager[Any]]
     """Entered around every pass: autocast and other thread-local modes of the caller."""
     fingerprint: Callable[[], dict[str, object]]
     """Everything about the model that must be the same in both sweeps, by name."""
@@ -269,7 +269,7 @@ class ChunkRecurrence:
         return self._call(self._model, run, embeds_1TD)
 
     def _call(self, model: ChunkModel, run: ChunkPass, embeds_1TD: Tensor | None) -> Tensor:
-        with self._settings.pass_context(), deterministic_algorithms(self._settings.attention.deterministic):
+        with self._settings.pass_context(run), deterministic_algorithms(self._settings.attention.deterministic):
             return model(run, embeds_1TD)
 
     def refuse_changes(self) -> None:

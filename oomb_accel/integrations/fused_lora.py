@@ -2,14 +2,18 @@
 
 PEFT computes ``base(x) + lora_B(lora_A(x)) * scaling`` one operation after another, and autograd its gradients. Beside
 the products that is six reads and writes of the output, and four of the input, for nothing but sums. Here products add
-to what is there, in their own fp32: ``y += s (x A^T) B^T``, ``dx += s (dy B) A``. Sums are rounded once instead of two
-or three times.
+to what is there, in their own fp32: ``y = s (x A^T) B^T``, ``y += x W^T``, and ``dx`` likewise. Sums are rounded once
+or twice instead of three times. LoRA's product comes first where it can, since it computes next to nothing: the other
+one's reading of what is there runs beside its arithmetic.
 
 Layers that read the same input (q, k and v; gate and up) run together, as one node of the graph. The first that is
 called computes the outputs of all of them, from one product for ``x A^T``; the others find theirs when they come. In
 the backward each adds its ``dy W`` to the ``dx`` of the next, last layer first, and LoRA's share is added for all. A
 layer that is called otherwise than its name suggests costs the host and the device what its siblings take, and nothing
 else.
+
+Outputs of layers that are run again in the backward sweep may be kept instead (`Products`): then their node has the
+graph of the product without its arithmetic.
 
 Only where the result is PEFT's own: one active adapter of plain LoRA without dropout or biases, unmerged, on a frozen
 `nn.Linear` that nobody has put a hook on. Everything else is left to PEFT, layer by layer and call by call.
@@ -19,7 +23,7 @@ Legend: T tokens, I inputs, O outputs, R rank, S sum of the ranks of layers with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,10 +40,13 @@ from oomb_accel.integrations.float8_base import (
     base_product,
     float8_of,
 )
+from oomb_accel.memory import Product, Products
 
 _PEFT_FORWARD = lora.Linear.forward
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """What transformers calls layers of one module that read the same input. Whether they do is looked at in each call."""
+_MLP_END = "down_proj"
+"""What it calls the last layer of an MLP."""
 
 
 def lora_siblings(modules: Iterable[nn.Module]) -> tuple[tuple[Any, ...], ...]:
@@ -54,27 +61,41 @@ def lora_siblings(modules: Iterable[nn.Module]) -> tuple[tuple[Any, ...], ...]:
     return tuple(groups)
 
 
+def mlp_ends(decoder_layers: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """The LoRA layer that ends the MLP of each decoder layer, where there is one: of all products its output is the
+    smallest for what it takes to compute."""
+    ends = []
+    for decoder_layer in decoder_layers:
+        found = [module for name, module in decoder_layer.named_modules() if name.rpartition(".")[2] == _MLP_END]
+        if len(found) == 1 and type(found[0]) is lora.Linear:  # experts have many
+            ends += found
+    return tuple(ends)
+
+
 def fused_lora(
-    layers: Iterable[Any], siblings: Iterable[Sequence[Any]] = ()
-) -> Callable[[], AbstractContextManager[None]]:
-    """What to enter around the passes of one step: inside, these layers of PEFT run fused where they can.
+    layers: Iterable[Any], siblings: Iterable[Sequence[Any]] = (), kept_layers: Collection[Any] = ()
+) -> Callable[..., AbstractContextManager[None]]:
+    """What to enter around each pass of one step: inside, these layers of PEFT run fused where they can.
 
     What a layer consists of is looked at once, at its first call. Weights do not change within a step.
 
     Args:
         siblings: groups of layers that share work when they are called with the same tensor, see `lora_siblings`.
+        kept_layers: layers without siblings whose outputs may be kept from a pass without gradients for that with
+            them. What is entered is given the products of the pass's chunk, or None where it keeps none.
     """
     if lora.Linear.forward is not _PEFT_FORWARD:  # somebody has another idea of it
         layers = ()
     plain = [layer for layer in layers if type(layer) is lora.Linear]
-    calls = _Calls({layer: group for group in siblings for layer in group})
+    calls = _Calls({layer: group for group in siblings for layer in group}, frozenset(kept_layers))
     forwards = {layer: partial(calls.forward, layer) for layer in plain}
 
     @contextmanager
-    def active() -> Iterator[None]:
+    def active(products: Products | None = None) -> Iterator[None]:
         fused = [layer for layer in plain if "forward" not in vars(layer)]
         for layer in fused:  # past nn.Module's __setattr__ and __delattr__: there are some 200 of them, in every pass
             vars(layer)["forward"] = forwards[layer]
+        calls.products = products
         try:
             yield
         finally:
@@ -143,10 +164,15 @@ class _Calls:
 
     Args:
         siblings: by layer, its group, with itself.
+        kept_layers: whose products are kept.
     """
 
-    def __init__(self, siblings: dict[Any, Sequence[Any]]) -> None:
+    products: Products | None = None
+    """Of the chunk that is run."""
+
+    def __init__(self, siblings: dict[Any, Sequence[Any]], kept_layers: frozenset[Any]) -> None:
         self._siblings = siblings
+        self._kept_layers = kept_layers
         self._shared: _Shared | None = None
         self._groups: dict[tuple[Any, ...], _Group | None] = {}
 
@@ -166,16 +192,20 @@ class _Calls:
         group = self._group(layer, dtype, autocast, alone=state is None or x.shape[-1] != layer.in_features)
         if group is None:
             return lora.Linear.forward(layer, x)
+        products = self.products if layer in self._kept_layers and len(group.layers) == 1 else None
         if torch.is_grad_enabled():
-            out, *others = _FusedLinears.apply(x, dtype, group, *group.parameters)
+            known = None if products is None else _taken(products, layer, x, dtype)
+            out, *others = _FusedLinears.apply(x, dtype, group, known, *group.parameters)
         else:  # a node of the graph takes the host longer than most operations
-            (out, *others), _ = _outputs(_in(dtype, x), group.weights(dtype), group)
+            (out, *others), xas = _outputs(_in(dtype, x), group.weights(dtype), group)
+            if products is not None and not out.is_inference():
+                products.setdefault(layer, []).append(Product(out, xas[0], out._version))
         self._shared = _Shared(x, state, dict(zip(group.layers[1:], others, strict=True))) if others else None
         return out
 
     def forget(self) -> None:
         """The pass is over."""
-        self._shared = None
+        self._shared = self.products = None
 
     def _group(self, layer: Any, dtype: torch.dtype, autocast: bool, *, alone: bool) -> _Group | None:
         """None where PEFT has to run the layer."""
@@ -228,6 +258,16 @@ def _parts(layer: Any, dtype: torch.dtype, autocast: bool) -> _Parts | None:
     return _Parts(weight_OI, bias_O, float8, scale, b_OR, a_RI, copied_b_OR, copied_b_OR.t(), unread)
 
 
+def _taken(products: Products, layer: Any, x: Tensor, dtype: torch.dtype) -> Product | None:
+    """The oldest product of a layer, if it is that of such an input and nobody has changed it."""
+    kept = products.get(layer)
+    if not kept:
+        return None
+    product = kept.pop(0)
+    fits = product.out.shape[:-1] == x.shape[:-1] and product.out.dtype == dtype
+    return product if fits and product.out._version == product.version else None
+
+
 def _in(dtype: torch.dtype, x: Any) -> Any:
     """A tensor in this dtype, without graph where that makes a copy; None is none."""
     return x if x is None or x.dtype == dtype else x.detach().to(dtype)
@@ -267,19 +307,25 @@ class _FusedLinears(torch.autograd.Function):
     """Layers that read the same x. Differentiable once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, group: _Group, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, dtype: torch.dtype, group: _Group, known: Product | None, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
         """The output of each layer.
 
         Args:
             dtype: what is computed in; others are cast.
+            known: what comes out for this x, where the group is one layer.
             parameters: of the group, for their gradients.
         """
         x, weights = _in(dtype, x), group.weights(dtype)
-        outs, xas = _outputs(x, weights, group)
+        if known is None:
+            outs, xas = _outputs(x, weights, group)
+        else:  # a tensor of its own, which may become part of the graph
+            outs, xas = (known.out.detach(),), (known.xa,)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *xas, *weights)
         ctx.group = group
-        need_x, _, _, *need = ctx.needs_input_grad
+        need_x, _, _, _, *need = ctx.needs_input_grad
         if not need_x:
             need_bs, need_as = need[: len(outs)], need[len(outs) :]
             ctx.mark_non_differentiable(*(outs[n] for n in range(len(outs)) if not need_bs[n] and not need_as[n]))
@@ -291,33 +337,24 @@ class _FusedLinears(torch.autograd.Function):
         group, count = ctx.group, len(douts)
         x, *saved = ctx.saved_tensors
         xas, weights = saved[:count], saved[count:]
-        need_x, _, _, *need = ctx.needs_input_grad
+        need_x, _, _, _, *need = ctx.needs_input_grad
         need_bs, need_as = need[:count], need[count:]
+        dys = {n: _rows(dout) for n, dout in enumerate(douts) if dout is not None}  # others had no part in the result
         dx_TI: Tensor | None = None
-        dxas: dict[int, Tensor] = {}
         dbs: list[Tensor | None] = [None] * count
         das: list[Tensor | None] = [None] * count
-        for n in reversed(range(count)):
-            dout, parts = douts[n], group.parts[n]
-            if dout is None:  # the output had no part in the result
-                continue
-            dy_TO = _rows(dout)
+        for n in (n for n in dys if need_bs[n]):
+            dbs[n] = _scaled_product(dys[n].t(), xas[n], group.parts[n])
+        if dys and (need_x or any(need_as)):
+            dxas = [_scaled_product(dy_TO, group.parts[n].copied_b_OR, group.parts[n]) for n, dy_TO in dys.items()]
+            dxa_TS = torch.cat(dxas, dim=1) if len(dxas) > 1 else dxas[0]
             if need_x:
-                dx_TI = base_input_gradient(dy_TO, weights[n], parts.float8, add_to=dx_TI)
-            if need_x or need_as[n]:
-                dxas[n] = _scaled_product(dy_TO, parts.copied_b_OR, parts)
-            if need_bs[n]:
-                dbs[n] = _scaled_product(dy_TO.t(), xas[n], parts)
-        if dxas:
-            had_part = sorted(dxas)
-            dxa_TS = torch.cat([dxas[n] for n in had_part], dim=1) if len(dxas) > 1 else dxas[had_part[0]]
-            if dx_TI is not None:
-                dx_TI.addmm_(dxa_TS, group.a_SI if len(dxas) == count else _parts_of_a(group, had_part))
+                dx_TI = _input_gradient(dys, dxa_TS, weights, group)
             if any(need_as):
                 da_SI = (dxa_TS.t() @ _rows(x)).to(group.wide)
-                for n, da_RI in zip(had_part, _split(da_SI, [group.ranks[n] for n in had_part], dim=0), strict=True):
+                for n, da_RI in zip(dys, _split(da_SI, [group.ranks[n] for n in dys], dim=0), strict=True):
                     das[n] = da_RI
-        return None if dx_TI is None else dx_TI.view(x.shape), None, None, *dbs, *das
+        return None if dx_TI is None else dx_TI.view(x.shape), None, None, None, *dbs, *das
 
 
 def _outputs(x: Tensor, weights: Sequence[Tensor | None], group: _Group) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
@@ -328,10 +365,29 @@ def _outputs(x: Tensor, weights: Sequence[Tensor | None], group: _Group) -> tupl
         num_outputs = parts.b_OR.shape[0]
         out = x.new_empty(*x.shape[:-1], num_outputs)  # no view, which nobody could change in place
         flat = out.view(-1, num_outputs)
-        base_product(x, rows_TI, weight_OI, parts.bias_O, flat, parts.float8)
-        flat.addmm_(xa, parts.copied_b_RO, alpha=parts.scale)
+        if weight_OI is None or parts.bias_O is not None:  # a product that adds nothing to what is there, or the bias
+            base_product(x, rows_TI, weight_OI, parts.bias_O, flat, parts.float8)
+            flat.addmm_(xa, parts.copied_b_RO, alpha=parts.scale)
+        else:
+            torch.addmm(parts.unread, xa, parts.copied_b_RO, beta=0, alpha=parts.scale, out=flat)
+            flat.addmm_(rows_TI, weight_OI.t())
         outs.append(out)
     return tuple(outs), xas
+
+
+def _input_gradient(dys: dict[int, Tensor], dxa_TS: Tensor, weights: Sequence[Tensor | None], group: _Group) -> Tensor:
+    """``dx``, the sum of ``dy W`` and ``dxa A`` over the layers that had a part in the result, ``[T, I]``.
+
+    Args:
+        dys: by number of the layer; dxa_TS: ``scale dy B`` of these, side by side.
+    """
+    a_SI = group.a_SI if len(dys) == len(group.parts) else _parts_of_a(group, list(dys))
+    in_float8 = any(group.parts[n].float8 is not None for n in dys)
+    dx_TI = None if in_float8 else dxa_TS @ a_SI
+    for n in reversed(dys):
+        dx_TI = base_input_gradient(dys[n], weights[n], group.parts[n].float8, add_to=dx_TI)
+    assert dx_TI is not None
+    return dx_TI.addmm_(dxa_TS, a_SI) if in_float8 else dx_TI
 
 
 def _parts_of_a(group: _Group, numbers: Sequence[int]) -> Tensor:

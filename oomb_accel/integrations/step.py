@@ -245,7 +245,7 @@ def _chunk_model(
     return run_chunk
 
 
-def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+def _caller_modes(state: Attachment, device: torch.device) -> Callable[[ChunkPass], AbstractContextManager[Any]]:
     """The caller's autocast, captured now and entered around every pass: passes of the backward sweep run in
     autograd's own thread, where thread-local modes are not set."""
     enabled = torch.is_autocast_enabled(device.type)
@@ -254,11 +254,11 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
     # PEFT's layers must run alike in a checkpoint's recompute, which is outside of the pass.
     lora_layers = () if any(m.gradient_checkpointing and m.training for m in state.checkpointed) else state.lora_layers
     released = released_after_use(state.model)
-    fused = fused_lora(lora_layers, state.lora_siblings)
+    fused = fused_lora(lora_layers, state.lora_siblings, state.mlp_ends)
     in_float8 = nullcontext if state.float8_base is None else state.float8_base.active
 
     @contextmanager
-    def modes() -> Iterator[None]:
+    def modes(run: ChunkPass) -> Iterator[None]:
         # No cache, and nothing left from a pass before: a weight cast without a graph must not serve a pass that
         # needs one. The caller's own autocast may lie around this one, or a wrapped forward enter another.
         torch.clear_autocast_cache()
@@ -267,7 +267,7 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[], Abstr
             _without_input_casts(lora_layers if enabled else ()),
             released(),
             in_float8(),
-            fused(),
+            fused(run.products),
         ):
             yield
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -11,13 +13,13 @@ from oomb_accel.foresight import Foresight
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.support import compute_dtype, gathered_bytes, whole_numel
 from oomb_accel.keep import chunks_to_keep, free_bytes
-from oomb_accel.memory import Outputs, StreamMemory
+from oomb_accel.memory import Outputs, Products, StreamMemory
 from oomb_accel.offload import StreamRecords
 from oomb_accel.pages import PagedKVCache, PageRooms, PageShape, PassNeeds, divide, working_bytes
 from oomb_accel.plan import PageLayout, least_host_bytes, page_demand
-from oomb_accel.plan.sizes import float8_input_bytes, output_bytes
+from oomb_accel.plan.sizes import float8_input_bytes, mlp_output_bytes, output_bytes
 from oomb_accel.progress import GIB
-from oomb_accel.schedule import ChunkSchedule
+from oomb_accel.schedule import Chunk, ChunkSchedule
 from oomb_accel.setting_text import dtype_name
 from oomb_kernels import backward_workspace_bytes
 
@@ -43,10 +45,13 @@ def stream_memory(
     kept = _kept_chunks(state, schedule, shape, device, keep_last_graph=keep_last_graph, offloads=rooms is not None)
     outputs: dict[int, Outputs] = {index: {} for index in kept}
     if rooms is None:
-        return StreamMemory(PagedKVCache(shape, schedule, device), selector, outputs)
+        with_products = _chunks_with_products(state, schedule, shape, device, kept, keep_last_graph=keep_last_graph)
+        products: dict[int, Products] = {index: {} for index in with_products}
+        return StreamMemory(PagedKVCache(shape, schedule, device), selector, outputs, products)
     foresight = Foresight(shape, schedule, selector, span_pages=state.span_pages, skipped=kept)
     records = StreamRecords(state.offload, shape, schedule, rooms, foresight, device)
-    return StreamMemory(PagedKVCache(shape, schedule, device, records), selector, outputs, foresight, rooms)
+    cache = PagedKVCache(shape, schedule, device, records)
+    return StreamMemory(cache, selector, outputs, foresight=foresight, rooms=rooms)
 
 
 def divide_pages(state: Attachment, schedule: ChunkSchedule, device: torch.device) -> PageRooms | None:
@@ -209,9 +214,7 @@ def _kept_chunks(
 ) -> frozenset[int]:
     """Chunks whose attention outputs are kept for the backward sweep, by setting and free memory. While pages have to
     leave the device, it has none to spare."""
-    config, chunks = state.config, schedule.chunks
-    if keep_last_graph:
-        chunks = chunks[:-1]  # the last one's graph holds its outputs
+    config, chunks = state.config, _run_again(schedule, keep_last_graph)
     if config.keep_outputs is False or not torch.is_grad_enabled():
         return frozenset()
     if config.keep_outputs is True:
@@ -219,7 +222,46 @@ def _kept_chunks(
     if offloads:
         return frozenset()
     dtype = compute_dtype(state.base, device)
-    pages = shape.num_bytes(schedule, dtype)
+    return chunks_to_keep(chunks, _output_bytes(state, dtype), _spare_bytes(state, schedule, shape, device))
+
+
+def _chunks_with_products(
+    state: Attachment,
+    schedule: ChunkSchedule,
+    shape: PageShape,
+    device: torch.device,
+    kept: frozenset[int],
+    *,
+    keep_last_graph: bool,
+) -> frozenset[int]:
+    """Chunks whose MLPs' outputs are kept too: as many as there is memory for behind attention outputs, which save
+    more of a long document. All pages stay on the device.
+
+    Args:
+        kept: chunks whose attention outputs are.
+    """
+    if state.config.keep_outputs is False or not torch.is_grad_enabled() or not state.mlp_ends:
+        return frozenset()
+    dtype = compute_dtype(state.base, device)
+    outputs = sum(schedule.chunks[index].num_tokens for index in kept) * _output_bytes(state, dtype)
     return chunks_to_keep(
-        chunks, _output_bytes(state, dtype), free_bytes(device) - pages - _other_bytes(state, schedule, dtype)
+        _run_again(schedule, keep_last_graph),
+        sum(_product_bytes(end, dtype) for end in state.mlp_ends),
+        _spare_bytes(state, schedule, shape, device) - outputs,
     )
+
+
+def _run_again(schedule: ChunkSchedule, keep_last_graph: bool) -> Sequence[Chunk]:
+    """Chunks that the backward sweep runs again. Where the last one's graph is kept, that holds its outputs."""
+    return schedule.chunks[:-1] if keep_last_graph else schedule.chunks
+
+
+def _product_bytes(layer: Any, dtype: torch.dtype) -> int:
+    """Of what a linear layer with LoRA keeps of a token."""
+    return mlp_output_bytes(layer.out_features, max(layer.r.values()), dtype.itemsize)
+
+
+def _spare_bytes(state: Attachment, schedule: ChunkSchedule, shape: PageShape, device: torch.device) -> int:
+    """Device memory that a step leaves free whose pages all stay there."""
+    dtype = compute_dtype(state.base, device)
+    return free_bytes(device) - shape.num_bytes(schedule, dtype) - _other_bytes(state, schedule, dtype)

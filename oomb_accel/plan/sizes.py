@@ -85,6 +85,11 @@ def output_bytes(num_heads: int, head_dim: int, itemsize: int) -> int:
     return num_heads * (head_dim * itemsize + 4)
 
 
+def mlp_output_bytes(hidden: int, rank: int, itemsize: int) -> int:
+    """Bytes of the output of one token's MLP in one layer, and of LoRA's share of the last input."""
+    return (hidden + rank) * itemsize
+
+
 def float8_input_bytes(num_tokens: int, *widths: int) -> int:
     """Bytes of the largest input or output gradient in 8 bits, of which there is one at a time, with its scales.
 

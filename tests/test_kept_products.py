@@ -1,0 +1,168 @@
+"""Outputs of MLPs that are kept from the forward sweep: the same bits, without the product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import oomb_accel
+from oomb_accel.integrations import step_memory
+from oomb_accel.integrations.attachment import attachment_of
+from oomb_accel.integrations.fused_lora import _FusedLinears
+from oomb_accel.memory import Product, StreamMemory
+from tests.harness.batches import documents_of, padded
+from tests.harness.models import tiny_model, twin, with_lora
+from tests.harness.parity import chunked, config, switched_on
+from tests.harness.sparse import sparse
+from tests.harness.tolerance import assert_same_bits
+
+LENGTH, NUM_LAYERS = 150, 3
+
+
+def batch() -> Any:
+    return padded(documents_of(LENGTH))
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """How many layers run with a graph, and how many of these have their product already."""
+    counts, forward = {"with a graph": 0, "kept": 0}, _FusedLinears.forward
+
+    def noted(ctx: Any, x: Tensor, dtype: Any, group: Any, known: Product | None, *parameters: Tensor) -> Any:
+        counts["with a graph"] += 1
+        counts["kept"] += known is not None
+        return forward(ctx, x, dtype, group, known, *parameters)
+
+    with patch.object(_FusedLinears, "forward", staticmethod(noted)):
+        yield counts
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("settings", [config(keep_last_graph=False), sparse(), sparse(base_dtype="float8")])
+def test_the_same_bits_without_the_product(settings: Any, dtype: str) -> None:
+    model = with_lora(tiny_model())
+    model = {"fp32": model, "bf16": model.bfloat16()}.get(dtype) or with_lora(tiny_model().bfloat16())
+    results = []
+    for keep in (False, True):
+        kept = oomb_accel.OombConfig(**{**vars_of(settings), "keep_outputs": keep})
+        with counted() as counts, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+            results.append(chunked(twin(model), batch(), kept))
+        num_again = -(-LENGTH // settings.chunk_tokens) - settings.keep_last_graph
+        assert counts["kept"] == (NUM_LAYERS * num_again if keep else 0)
+        assert counts["with a graph"] > counts["kept"]
+    assert_same_bits(results[1].loss, results[0].loss)
+    assert_same_bits(results[1].gradients, results[0].gradients)
+
+
+def vars_of(settings: oomb_accel.OombConfig) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets", "num_ends"),
+    [
+        ("qwen2", "all-linear", 3),
+        ("llama", ["q_proj", "v_proj"], 0),
+        ("gemma2", ["down_proj"], 3),
+        ("qwen3_moe", "all-linear", 0),
+    ],
+)
+def test_which_layers_are_kept(model_type: str, targets: Any, num_ends: int) -> None:
+    with switched_on(with_lora(tiny_model(model_type), target_modules=targets), config(keep_outputs=True)) as model:
+        assert len(attachment_of(model).mlp_ends) == num_ends
+
+
+def products_of(room: int, **settings: Any) -> list[int]:
+    """Chunks whose products a step keeps when so many bytes are free beside pages and activations."""
+    found: list[int] = []
+    begin = StreamMemory.begin
+
+    def noted(memory: StreamMemory, *arguments: Any) -> None:
+        found[:] = found or sorted(memory.products)
+        begin(memory, *arguments)
+
+    with patch.object(StreamMemory, "begin", noted), patch.object(step_memory, "_spare_bytes", lambda *_: room):
+        chunked(with_lora(tiny_model()), batch(), config(**settings))
+    return found
+
+
+def test_attention_outputs_come_first_and_the_latest_chunks_before_others() -> None:
+    """Chunks of 16 tokens, of which nine run again. A token's attention outputs are 272 bytes per layer, the output of
+    its MLP and LoRA's share 4 * (64 + 4)."""
+    chunk, outputs, product = 16 * NUM_LAYERS, 272, 272
+    assert products_of(9 * chunk * outputs) == []
+    assert products_of(9 * chunk * outputs + 2 * chunk * product) == [7, 8]
+    assert products_of(9 * chunk * outputs + 2 * chunk * product - 1) == [8]
+    assert products_of(10**12) == list(range(9))
+    assert products_of(10**12, keep_outputs=False) == []
+
+
+def test_nothing_is_kept_while_pages_leave() -> None:
+    seen: list[StreamMemory] = []
+    release = StreamMemory.release
+
+    def noted(memory: StreamMemory, chunk: Any) -> None:
+        seen.append(memory)
+        assert not memory.products
+        release(memory, chunk)
+
+    with patch.object(StreamMemory, "release", noted):
+        chunked(with_lora(tiny_model()), batch(), sparse(offload=True, keep_outputs=True))
+    assert seen and all(memory.rooms is not None and memory.kept is not None for memory in seen)
+
+
+def test_an_output_that_the_model_changes_in_place_is_made_again() -> None:
+    class Doubled(nn.Module):
+        def __init__(self, mlp: nn.Module) -> None:
+            super().__init__()
+            self.mlp = mlp
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.mlp(x)
+            return out.mul_(2)
+
+    model: Any = with_lora(tiny_model())
+    first = model.base_model.model.model.layers[0]
+    first.mlp = Doubled(first.mlp)
+    with counted() as counts:
+        ours = chunked(twin(model), batch(), config(keep_outputs=True))
+    wanted = chunked(twin(model), batch(), config(keep_outputs=False))
+    assert counts["kept"] == 9 * (NUM_LAYERS - 1)
+    assert_same_bits(ours.gradients, wanted.gradients)
+
+
+def test_a_layer_that_is_called_twice_gets_its_outputs_in_order() -> None:
+    class Twice(nn.Module):
+        def __init__(self, mlp: nn.Module) -> None:
+            super().__init__()
+            self.mlp = mlp
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.mlp(x) + self.mlp(x * 2)
+            return out
+
+    model: Any = with_lora(tiny_model())
+    first = model.base_model.model.model.layers[0]
+    first.mlp = Twice(first.mlp)
+    with counted() as counts:
+        ours = chunked(twin(model), batch(), config(keep_outputs=True))
+    wanted = chunked(twin(model), batch(), config(keep_outputs=False))
+    assert counts["kept"] == 9 * (NUM_LAYERS + 1)
+    assert_same_bits(ours.gradients, wanted.gradients)
+
+
+def test_what_is_kept_is_counted_and_goes_with_its_chunk() -> None:
+    model, seen = with_lora(tiny_model()), list[tuple[str, dict[str, int]]]()
+    with switched_on(model, config(keep_outputs=True)):
+        attachment_of(model).listen(lambda event: seen.append((event.sweep, event.kept() if event.kept else {})))
+        model(**batch().batch).loss.backward()
+    kept = [found["kept_outputs"] for sweep, found in seen if sweep == "backward"]
+    forward = [found["kept_outputs"] for sweep, found in seen if sweep == "forward"]
+    assert forward[8] == 9 * 16 * NUM_LAYERS * (272 + 272)
+    assert kept[-1] == 0 and sorted(kept, reverse=True) == kept
