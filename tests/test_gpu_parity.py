@@ -83,6 +83,16 @@ def test_what_is_kept(keep_last_graph: bool, keep_outputs: bool) -> None:
     check_twice_plain(with_lora(gpu_model("qwen2 7:1 d128")).cuda(), LAYOUTS["ragged"], settings)
 
 
+def test_what_is_kept_changes_no_bit() -> None:
+    model = with_lora(gpu_model("qwen2 7:1 d128")).cuda().bfloat16()
+    kept, again = (
+        chunked(twin(model), LAYOUTS["ragged"], gpu_config(keep_outputs=keep, deterministic=True))
+        for keep in (True, False)
+    )
+    assert_same_bits(kept.loss, again.loss)
+    assert_same_bits(kept.gradients, again.gradients)
+
+
 @pytest.mark.parametrize("chunk", [64, 128, 192, 2048])
 def test_chunk_sizes(chunk: int) -> None:
     check_twice_plain(gpu_model("qwen2 7:1 d128"), LAYOUTS["ragged"], gpu_config(chunk))
