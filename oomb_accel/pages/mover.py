@@ -41,14 +41,8 @@ class PageMover(Protocol):
     def wait(self, marks: Iterable[Mark]) -> None:
         """What the computing stream is given from now on comes behind these marks."""
 
-    def upload(
-        self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark], *, awaited: bool = False
-    ) -> Mark:
-        """Copy records from the host to the device, behind these marks and what was uploaded before.
-
-        Args:
-            awaited: whether the computing stream will have next to nothing to do until they are there.
-        """
+    def upload(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
+        """Copy records from the host to the device, behind these marks."""
 
     def download(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
         """Copy records from the device to the host, behind these marks."""
@@ -76,9 +70,7 @@ class HostMover:
     def wait(self, marks: Iterable[Mark]) -> None:
         return None
 
-    def upload(
-        self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark], *, awaited: bool = False
-    ) -> Mark:
+    def upload(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
         self.num_bytes["up"] += len(sources) * record_bytes
         copy_records(sources, targets, record_bytes, to_device=True, device=torch.device("cpu"), method="loop")
 
@@ -106,12 +98,8 @@ class CudaMover:
         self._pinned = pinned
         self._method: CopyMethod = best_copy_method(device)
         # A copy engine serves its queue in order, so a few bytes would wait behind megabytes.
-        has_kernel = "kernel" in available_copy_methods(device)
-        # Quicker to ask for and to read than the copy engine; multiprocessors that wait can as well copy.
-        self._awaited_method: CopyMethod = "kernel" if has_kernel else self._method
-        self._numbers = PinnedNumbers(device, in_place=has_kernel)
-        # Programs of the kernel come before those of what still computes.
-        self._up, self._down = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
+        self._numbers = PinnedNumbers(device, in_place="kernel" in available_copy_methods(device))
+        self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._in_flight: deque[tuple[torch.cuda.Event, object]] = deque()
         """What copies read, and when they have passed."""
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -137,16 +125,13 @@ class CudaMover:
         if len(self._waits) > _UNCOUNTED_WAITS:
             self._count_waits()
 
-    def upload(
-        self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark], *, awaited: bool = False
-    ) -> Mark:
+    def upload(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
         self.num_bytes["up"] += len(sources) * record_bytes
-        method = self._awaited_method if awaited else self._method
-        return self._copy(self._up, sources, targets, record_bytes, after, method, to_device=True)
+        return self._copy(self._up, sources, targets, record_bytes, after, to_device=True)
 
     def download(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Mark]) -> Mark:
         self.num_bytes["down"] += len(sources) * record_bytes
-        return self._copy(self._down, sources, targets, record_bytes, after, self._method, to_device=False)
+        return self._copy(self._down, sources, targets, record_bytes, after, to_device=False)
 
     def launch(self, kernel: Callable[[Tensor], None], *rows: npt.NDArray[np.integer]) -> None:
         self._numbers.launch(kernel, *rows)
@@ -162,12 +147,11 @@ class CudaMover:
         targets: Addresses,
         record_bytes: int,
         after: Iterable[Mark],
-        method: CopyMethod,
         *,
         to_device: bool,
     ) -> Mark:
         self._order(stream, after)
-        method = method if self._pinned() else "loop"
+        method = self._method if self._pinned() else "loop"
         used = copy_records(
             sources, targets, record_bytes, to_device=to_device, device=self._device, method=method, stream=stream
         )

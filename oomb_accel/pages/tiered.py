@@ -157,7 +157,7 @@ class TieredPages:
                 coming.append(missing)
                 marks += self._take(layer, missing)
             expected.append(self._existing(layer, here, absent, missing))
-        self._bring(layer, coming, marks, awaited=False)
+        self._bring(layer, coming, marks)
         for missing in coming:
             self._least_worth[layer].note(missing)
         for here in expected:
@@ -204,7 +204,7 @@ class TieredPages:
                 coming.append(missing)
                 marks += self._take(layer, missing)
             used.append(self._existing(layer, here, absent, missing))
-        self._bring(layer, coming, marks, awaited=True)
+        self._bring(layer, coming, marks)
         for here in used:
             if layer in self._layers_expected:
                 expected = self._rows[layer].expected
@@ -256,7 +256,7 @@ class TieredPages:
         self._away[layer] -= len(missing)
         return marks
 
-    def _bring(self, layer: int, coming: list[Places], marks: list[Mark], *, awaited: bool) -> None:
+    def _bring(self, layer: int, coming: list[Places], marks: list[Mark]) -> None:
         """Copy records that have just got slots to the device."""
         if not coming:
             return
@@ -267,7 +267,6 @@ class TieredPages:
             self._device_addresses(self._rows[layer].slots[missing]),
             self._record_bytes,
             after=(*marks, self._downloads[layer]),
-            awaited=awaited,
         )
 
     def _put(self, layer: int, here: Places, slots: npt.NDArray[np.int32]) -> None:

@@ -86,15 +86,7 @@ class LateMover(PageMover):
             for mark in open_marks:
                 self._run(mark)
 
-    def upload(
-        self,
-        sources: Addresses,
-        targets: Addresses,
-        record_bytes: int,
-        after: Iterable[Work | None],
-        *,
-        awaited: bool = False,
-    ) -> Work:
+    def upload(self, sources: Addresses, targets: Addresses, record_bytes: int, after: Iterable[Work | None]) -> Work:
         self.num_bytes["up"] += len(sources) * record_bytes
         return self._copy(self._up, HostMover().upload, sources, targets, record_bytes, after)
 

@@ -57,8 +57,9 @@ def recorded_runs() -> Iterator[list[Run]]:
     """Every run of a step inside that keeps pages in host memory."""
     runs: list[Run] = []
     begin, passed, worth = StreamMemory.begin, PagedKVCache._passed, Foresight.worth
-    foretell, bring = Foresight.begin, TieredPages._bring
+    foretell, bring, expect = Foresight.begin, TieredPages._bring, TieredPages.expect
     wanted_now: list[Wanted | None] = [None]
+    ahead = [False]
 
     def begin_(self: StreamMemory, chunk: Chunk, phase: Phase) -> None:
         runs.append(Run(chunk, phase))
@@ -80,9 +81,16 @@ def recorded_runs() -> Iterator[list[Run]]:
         runs[-1].worths[kind, layer] = worth(self, kind, layer, everything).reshape(-1, self._num_heads)
         return worth(self, kind, layer, places)
 
-    def bring_(self: TieredPages, layer: int, coming: list[Places], marks: list[Any], *, awaited: bool) -> None:
-        runs[-1].uploads["late" if awaited else "ahead"] += sum(map(len, coming))
-        bring(self, layer, coming, marks, awaited=awaited)
+    def expect_(self: TieredPages, *arguments: Any) -> int:
+        ahead[0] = True
+        try:
+            return expect(self, *arguments)
+        finally:
+            ahead[0] = False
+
+    def bring_(self: TieredPages, layer: int, coming: list[Places], marks: list[Any]) -> None:
+        runs[-1].uploads["ahead" if ahead[0] else "late"] += sum(map(len, coming))
+        bring(self, layer, coming, marks)
 
     def with_slots(name: str) -> Any:
         original = getattr(PagedKVCache, name)
@@ -103,6 +111,7 @@ def recorded_runs() -> Iterator[list[Run]]:
             (Foresight, "begin", foretell_),
             (Foresight, "worth", worth_),
             (PagedKVCache, "_passed", passed_),
+            (TieredPages, "expect", expect_),
             (TieredPages, "_bring", bring_),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))

@@ -19,7 +19,7 @@ NOTHING = np.zeros(1, np.int64)
 class Stream:
     """Remembers what it was given."""
 
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
+    def __init__(self, device: Any = None) -> None:
         self.given: list[Any] = []
 
     def wait_event(self, event: Event) -> None:
@@ -46,9 +46,7 @@ Make = Callable[..., tuple[CudaMover, Stream]]
 def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     """Makes a mover, and the computing stream beside it. Copies are a function's."""
 
-    def make(
-        copy: Callable[[], object] = lambda: None, pinned: bool = True, methods: tuple[str, ...] = ("batch", "loop")
-    ) -> tuple[CudaMover, Stream]:
+    def make(copy: Callable[[], object] = lambda: None, pinned: bool = True) -> tuple[CudaMover, Stream]:
         computing = Stream()
 
         def copied(*_: Any, method: str, stream: Stream, **__: Any) -> object:
@@ -61,7 +59,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
         monkeypatch.setattr(mover_module, "copy_records", copied)
         monkeypatch.setattr(mover_module, "best_copy_method", lambda device: "batch")
-        monkeypatch.setattr(mover_module, "available_copy_methods", lambda device: methods)
+        monkeypatch.setattr(mover_module, "available_copy_methods", lambda device: ("batch", "loop"))
         return CudaMover(torch.device("cuda", 0), pinned=lambda: pinned), computing
 
     return make
@@ -79,15 +77,6 @@ def test_a_copy_is_between_what_it_waits_for_and_its_mark(up: bool, pinned: bool
     assert stream.given == [("behind", now), ("behind", before), ("copy", method), ("moment", mark)]
     assert other.given == [] and computing.given == [("moment", now)]
     assert mover.num_bytes == {"up": 64 * up, "down": 64 * (not up)}
-
-
-@pytest.mark.parametrize("pinned", [True, False])
-@pytest.mark.parametrize("awaited", [True, False])
-def test_multiprocessors_copy_what_they_wait_for(awaited: bool, pinned: bool, make: Make) -> None:
-    mover, _ = make(pinned=pinned, methods=("batch", "kernel", "loop"))
-    mover.upload(NOTHING, NOTHING, 64, [], awaited=awaited)
-    stream: Any = mover._up
-    assert stream.given[0] == ("copy", ("kernel" if awaited else "batch") if pinned else "loop")
 
 
 def test_waits_are_timed_and_nothing_is_waited_for_twice(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
