@@ -85,6 +85,15 @@ def output_bytes(num_heads: int, head_dim: int, itemsize: int) -> int:
     return num_heads * (head_dim * itemsize + 4)
 
 
+def mlp_output_bytes(hidden: int, rank: int, itemsize: int) -> int:
+    """Bytes of the output of an MLP's last product and of its ``x A^T`` of one token in one layer.
+
+    Args:
+        rank: of the adapters.
+    """
+    return itemsize * (hidden + rank)
+
+
 def float8_input_bytes(num_tokens: int, *widths: int) -> int:
     """Bytes of the largest input or output gradient in 8 bits, of which there is one at a time, with its scales.
 
