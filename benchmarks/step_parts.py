@@ -7,7 +7,7 @@ is LoRA's, one with a side as long as the vocabulary the head's. Own kernels and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.floor import step_flops
 from oomb_accel.bench import ceiling
@@ -123,11 +123,15 @@ def floors(shape: ModelShape, tokens: int, config: OombConfig, rank: int) -> dic
     residuals read each input once and write each output once.
     """
     flops = step_flops(shape, tokens, config)
-    forwards = 1 + flops[ceiling.RECOMPUTE, False] / flops[ceiling.FORWARD, False]
+    whole = step_flops(shape, tokens, replace(config, keep_outputs=False))
+    forwards = 1 + whole[ceiling.RECOMPUTE, False] / whole[ceiling.FORWARD, False]
+    adapters = shape.lora_parameters(rank) * (forwards + 2)
+    if config.keep_outputs:  # those of the MLPs' last product do not run again
+        adapters -= shape.num_layers * rank * (shape.intermediate + shape.hidden) * (forwards - 1)
     base = sum(flops[part, False] for part in (ceiling.FORWARD, ceiling.RECOMPUTE, ceiling.GRADIENT))
     found = {
         BASE: base / FLOOR_FLOPS_PER_SECOND,
-        LORA: 2 * shape.lora_parameters(rank) * tokens * (forwards + 2) / FLOOR_FLOPS_PER_SECOND,
+        LORA: 2 * adapters * tokens / FLOOR_FLOPS_PER_SECOND,
         HEAD: flops[ceiling.HEAD, False] / FLOOR_FLOPS_PER_SECOND,
     }
     local = (ceiling.OWN, ceiling.ALWAYS, ceiling.PAST)

@@ -18,6 +18,7 @@ from oomb_accel.plan.shape import shape_of
 QWEN = shape_of(SHAPES["qwen2.5-7b"], "qwen2.5-7b")
 SPARSE = OombConfig(chunk_tokens=8192, attention="sparse", top_k=16, keep_outputs=False)
 BASE = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+DOWN = 28 * 3584 * 18944
 HEAD = 152064 * 3584
 PAIR = 4 * 3584 * 28
 """Operations of attention for a query and a key, in all layers."""
@@ -31,10 +32,12 @@ def test_floor_of_a_sparse_step() -> None:
     assert floor_seconds(QWEN, TOKENS, SPARSE) == pytest.approx((products + PAIR * pairs) / 700e12, rel=1e-6)
 
 
-@pytest.mark.parametrize(("kept", "attended"), [(False, 3.5 + (7 / 8) ** 2), ("auto", 3.5)])
-def test_floor_of_a_dense_step(kept: Any, attended: float) -> None:
+@pytest.mark.parametrize(("kept", "attended", "skipped"), [(False, 3.5 + (7 / 8) ** 2, 0), ("auto", 3.5, 7 / 8)])
+def test_floor_of_a_dense_step(kept: Any, attended: float, skipped: float) -> None:
+    """Where outputs are kept, the last product of MLPs runs again as little as attention does."""
     found = floor_seconds(QWEN, TOKENS, OombConfig(chunk_tokens=CHUNK, keep_outputs=kept))
-    least = (2.0 * (BASE + HEAD) * (3 - 1 / 8) * TOKENS + PAIR * TOKENS**2 / 2 * attended) / 700e12
+    products = (BASE + HEAD) * (3 - 1 / 8) - DOWN * skipped
+    least = (2.0 * products * TOKENS + PAIR * TOKENS**2 / 2 * attended) / 700e12
     assert found == pytest.approx(least, rel=1e-4)
 
 
@@ -44,10 +47,12 @@ def test_the_peer_runs_everything_again() -> None:
         assert floor_seconds(QWEN, tokens, peer_config(tokens)) == pytest.approx(least, rel=0.01)
 
 
-def test_gradients_of_all_weights_are_another_forward() -> None:
-    config = OombConfig(chunk_tokens=CHUNK)
+@pytest.mark.parametrize(("kept", "again"), [(False, 0), ("auto", 7 / 8)])
+def test_gradients_of_all_weights_are_another_forward(kept: Any, again: float) -> None:
+    """And outputs of MLPs are not kept."""
+    config = OombConfig(chunk_tokens=CHUNK, keep_outputs=kept)
     more = floor_seconds(QWEN, TOKENS, config, trains_all=True) - floor_seconds(QWEN, TOKENS, config)
-    assert more == pytest.approx(2 * (BASE + HEAD) * TOKENS / 700e12, rel=1e-4)
+    assert more == pytest.approx(2 * (BASE + HEAD + DOWN * again) * TOKENS / 700e12, rel=1e-4)
 
 
 def test_base_products_in_8_bits_take_half_the_time() -> None:
@@ -57,6 +62,17 @@ def test_base_products_in_8_bits_take_half_the_time() -> None:
     )
     assert float8.pop(step_parts.BASE) == pytest.approx(plain.pop(step_parts.BASE) / 2)
     assert float8 == pytest.approx(plain)
+
+
+def test_parts_that_outputs_do_not_save() -> None:
+    """Kept, they save attention and the last product of MLPs with its adapter, for seven chunks of eight."""
+    without, kept = (
+        floors(QWEN, TOKENS, dataclasses.replace(SPARSE, keep_outputs=keep), 16) for keep in (False, "auto")
+    )
+    saved = {part: seconds - kept[part] for part, seconds in without.items() if seconds != pytest.approx(kept[part])}
+    assert saved.pop(step_parts.BASE) == pytest.approx(2 * DOWN * TOKENS * 7 / 8 / 700e12)
+    assert saved.pop(step_parts.LORA) == pytest.approx(2 * 28 * 16 * (3584 + 18944) * TOKENS * 7 / 8 / 700e12)
+    assert set(saved) == {step_parts.LOCAL_FORWARD, step_parts.SELECTED_FORWARD}
 
 
 @pytest.mark.parametrize("base_dtype", ["model", "float8"])

@@ -149,29 +149,34 @@ class CeilingPart:
         return {"name": self.name, "seconds": self.seconds, "flops": self.flops}
 
 
-def step_work(shape: ModelShape, tokens: int, config: OombConfig) -> list[Work]:
-    """All calls of one step on one document with frozen base weights.
+def step_work(shape: ModelShape, tokens: int, config: OombConfig, *, trains_all: bool = False) -> list[Work]:
+    """All calls of one step on one document, without gradients of weights.
 
-    Attention is recomputed with ``keep_outputs=False``; otherwise the outputs of all chunks count as kept.
+    Attention and the last product of MLPs are recomputed with ``keep_outputs=False``; otherwise the outputs of all
+    chunks count as kept.
 
     Args:
         shape: of a model without sliding windows and experts.
         tokens: of the document.
         config: with a size of chunks, not ``"auto"``.
+        trains_all: all weights are trained: outputs of MLPs are kept with adapters only.
     """
     assert config.chunk_tokens != "auto"
     schedule = ChunkSchedule.build(
         [tokens], range(tokens - 1), chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens
     )
     chunks = [chunk for chunk in schedule.chunks if chunk.num_targets]  # a last one without targets is not run
+    keeps_mlp = bool(config.keep_outputs) and not trains_all
+    *others, mlp_output = shape.linears
+    linears = [*((*linear, True) for linear in others), (*mlp_output, not keeps_mlp)]
     found: Counter[tuple[str, Product | Attention]] = Counter()
     for chunk in chunks:
         recomputes = 1 - (chunk is chunks[-1] and config.keep_last_graph)
-        for inputs, outputs, count in shape.linears:
+        for inputs, outputs, count, again in linears:
             float8 = config.base_dtype == "float8" and has_float8_product(outputs, inputs)
             forward, gradient = (Product(chunk.num_tokens, inputs, outputs, back, float8) for back in (False, True))
             found[FORWARD, forward] += count * shape.num_layers
-            found[RECOMPUTE, forward] += recomputes * count * shape.num_layers
+            found[RECOMPUTE, forward] += again * recomputes * count * shape.num_layers
             found[GRADIENT, gradient] += count * shape.num_layers
         found[HEAD, Product(chunk.num_targets, shape.hidden, shape.vocabulary, False)] += 1 + recomputes
         found[HEAD, Product(chunk.num_targets, shape.hidden, shape.vocabulary, True)] += 1

@@ -66,6 +66,7 @@ class Estimate:
             "pageable_bytes": dict(memory.pageable),
             "host_most_bytes": memory.host_most_bytes,
             "kept_chunks": len(memory.kept),
+            "kept_mlp_chunks": len(memory.kept_mlp),
             "seconds": time.parts | {"total": time.seconds},
             "up_bytes": round(time.up_bytes),
             "down_bytes": round(time.down_bytes),

@@ -14,6 +14,7 @@ from oomb_accel.plan.sizes import (
     gathered_numbers,
     host_margin,
     in_slabs,
+    mlp_output_bytes,
     output_bytes,
     page_backward_bytes,
     slab_bytes_for,
@@ -40,6 +41,8 @@ class Memory:
     plan: MemoryPlan
     kept: range
     """Chunks whose attention outputs are kept."""
+    kept_mlp: range
+    """Chunks for which outputs of the MLPs' last product are kept."""
     schedule: ChunkSchedule
 
     @property
@@ -92,9 +95,11 @@ def estimate_memory(job: Job) -> Memory:
         zero_stage=job.zero_stage,
     )
     pools = plan.device_value_bytes + plan.device_gradient_bytes
-    kept = kept_chunks(job, schedule, free - chunk_bytes - pools - demand.resident_bytes)
-    kept_bytes = sum(schedule.chunks[index].num_tokens for index in kept) * kept_bytes_per_token(job)
-    reused = longest * kept_bytes_per_token(job) if kept else 0
+    spare = free - chunk_bytes - pools - demand.resident_bytes
+    kept = _kept_attention(job, schedule, spare, offloads=plan.offloads)
+    kept_bytes = _tokens_of(schedule, kept) * _attention_bytes_per_token(job)
+    reused = longest * _attention_bytes_per_token(job) if kept else 0
+    kept_mlp = _kept_mlp(job, schedule, spare - kept_bytes, offloads=plan.offloads)
     device = {
         **standing,
         **_worst_moment(
@@ -111,13 +116,15 @@ def estimate_memory(job: Job) -> Memory:
         "scales": demand.scale_bytes,
         "page lists": demand.list_bytes,
         "kept attention outputs": kept_bytes,
+        "kept MLP outputs": _tokens_of(schedule, kept_mlp) * _mlp_bytes_per_token(job),
         "workspace": working,
         "CUDA context": rates.CONTEXT_BYTES,
     }
     slab_bytes = slab_bytes_for(plan.host_bytes, max(job.pages.value_record, job.pages.gradient_record))
     least = in_slabs(plan.host_bytes, slab_bytes) if plan.offloads else 0
     most = max(least, min(in_slabs(demand.living_bytes, slab_bytes), pages_budget)) if plan.offloads else 0
-    return Memory(device, {**pinned, PAGES_ON_HOST: least}, pageable, most, demand, plan, kept, schedule)
+    pinned = {**pinned, PAGES_ON_HOST: least}
+    return Memory(device, pinned, pageable, most, demand, plan, kept, kept_mlp, schedule)
 
 
 def _worst_moment(
@@ -199,30 +206,63 @@ def _graph_bytes_per_token(job: Job) -> float:
     return activation_bytes_per_token(job) if job.found is None else job.found.graph_bytes_per_token
 
 
-def kept_bytes_per_token(job: Job) -> int:
+def _attention_bytes_per_token(job: Job) -> int:
     """Of attention outputs and LSE, over all layers."""
     model = job.model
     return model.num_layers * output_bytes(model.num_heads, model.head_dim, DTYPE_BYTES[job.compute_dtype])
 
 
-def kept_chunks(job: Job, schedule: ChunkSchedule, budget_bytes: float) -> range:
-    """Indices of the chunks whose outputs are kept: the latest that fit, which save the most.
+def _mlp_bytes_per_token(job: Job) -> int:
+    """Of outputs of the MLPs' last product, over all layers."""
+    model = job.model
+    return model.num_layers * mlp_output_bytes(model.hidden, job.lora_r, DTYPE_BYTES[job.compute_dtype])
+
+
+def _kept_attention(job: Job, schedule: ChunkSchedule, budget_bytes: float, *, offloads: bool) -> range:
+    """Indices of the chunks whose attention outputs are kept.
 
     Args:
         budget_bytes: device memory that nothing else needs; may be negative.
+        offloads: whether pages leave the device, which then has no memory to spare.
     """
-    end = len(schedule.chunks) - (1 if job.keep_last_graph else 0)  # the last one's graph holds its outputs
-    if job.keep_outputs is False:
-        return range(end, end)
     if job.keep_outputs is True:
-        return range(end)
-    first = end
+        return range(_repeated_chunks(job, schedule))
+    if job.keep_outputs is False or offloads:
+        return range(0)
+    return _latest_that_fit(job, schedule, _attention_bytes_per_token(job), budget_bytes)
+
+
+def _kept_mlp(job: Job, schedule: ChunkSchedule, budget_bytes: float, *, offloads: bool) -> range:
+    """Indices of the chunks for which outputs of the MLPs' last product are kept. Arguments as above, the budget
+    without attention outputs."""
+    if job.keep_outputs is False or offloads or not _can_keep_mlp(job):
+        return range(0)
+    return _latest_that_fit(job, schedule, _mlp_bytes_per_token(job), budget_bytes)
+
+
+def _can_keep_mlp(job: Job) -> bool:
+    """Whether the last product of MLPs is one with fused LoRA, which can skip it."""
+    return job.lora_r > 0 and not job.model.num_experts
+
+
+def _latest_that_fit(job: Job, schedule: ChunkSchedule, bytes_per_token: int, budget_bytes: float) -> range:
+    """Of the chunks that run again; the latest save the most."""
+    first = end = _repeated_chunks(job, schedule)
     while first > 0:
-        budget_bytes -= schedule.chunks[first - 1].num_tokens * kept_bytes_per_token(job)
+        budget_bytes -= schedule.chunks[first - 1].num_tokens * bytes_per_token
         if budget_bytes < 0:
             break
         first -= 1
     return range(first, end)
+
+
+def _repeated_chunks(job: Job, schedule: ChunkSchedule) -> int:
+    """How many chunks run again: where the last one's graph is kept, it holds its outputs."""
+    return len(schedule.chunks) - (1 if job.keep_last_graph else 0)
+
+
+def _tokens_of(schedule: ChunkSchedule, indices: range) -> int:
+    return sum(schedule.chunks[index].num_tokens for index in indices)
 
 
 def _training_state(job: Job) -> dict[str, int]:

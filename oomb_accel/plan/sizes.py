@@ -86,8 +86,12 @@ def output_bytes(num_heads: int, head_dim: int, itemsize: int) -> int:
 
 
 def mlp_output_bytes(hidden: int, rank: int, itemsize: int) -> int:
-    """Bytes of the output of one token's MLP in one layer, and of LoRA's share of the last input."""
-    return (hidden + rank) * itemsize
+    """Bytes of the output of an MLP's last product and of its ``x A^T`` of one token in one layer.
+
+    Args:
+        rank: of the adapters.
+    """
+    return itemsize * (hidden + rank)
 
 
 def float8_input_bytes(num_tokens: int, *widths: int) -> int:

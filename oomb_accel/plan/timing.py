@@ -43,7 +43,14 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
     for chunk in memory.schedule.chunks:
         last = chunk.index == num_chunks - 1
         repeated = not (last and job.keep_last_graph)
-        _compute(job, chunk, step, repeated=repeated, attends_again=repeated and chunk.index not in memory.kept)
+        _compute(
+            job,
+            chunk,
+            step,
+            repeated=repeated,
+            attends_again=repeated and chunk.index not in memory.kept,
+            keeps_mlp=chunk.index in memory.kept_mlp,
+        )
     passes = 3 * num_chunks - (1 if job.keep_last_graph else 0)
     _launching(job, step, passes)
     _transfers(job, memory, step)
@@ -52,8 +59,14 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
     return step
 
 
-def _compute(job: Job, chunk: Chunk, step: StepTime, *, repeated: bool, attends_again: bool) -> None:
-    """Add what the GPU computes for a chunk in both sweeps."""
+def _compute(
+    job: Job, chunk: Chunk, step: StepTime, *, repeated: bool, attends_again: bool, keeps_mlp: bool = False
+) -> None:
+    """Add what the GPU computes for a chunk in both sweeps.
+
+    Args:
+        keeps_mlp: whether it runs again without the MLPs' last product.
+    """
     model, tokens, gpu = job.model, chunk.num_tokens, job.gpu
     forwards, attention_forwards = 1 + repeated, 1 + attends_again
     # With adapters only gradients of inputs are computed in the frozen layers, otherwise those of weights too.
@@ -65,6 +78,9 @@ def _compute(job: Job, chunk: Chunk, step: StepTime, *, repeated: bool, attends_
     products = forwards + (1 if job.lora_r else 2)
     matrix = rates.MATRIX * gpu.flops_per_second
     step.parts["linear layers"] += linear * products / matrix
+    if keeps_mlp:
+        weights = model.intermediate * model.hidden / faster + job.lora_r * (model.intermediate + model.hidden)
+        step.parts["linear layers"] -= 2 * tokens * model.num_layers * weights / matrix
     moved = rates.ELEMENTWISE_TURNS * activation_bytes_per_token(job)
     if job.lora_r:
         outputs = sum(out * count for _, out, count in model.linears) if not model.num_experts else 0

@@ -65,10 +65,11 @@ def test_operations_of_a_dense_step_with_a_short_last_chunk() -> None:
     assert not {ceiling.ALWAYS, ceiling.SELECTED} & set(found)
 
 
-def test_outputs_that_are_kept_are_not_attended_again() -> None:
+def test_outputs_that_are_kept_are_not_made_again() -> None:
     found = flops_by_part(1024, OombConfig(chunk_tokens=512))
     assert found[ceiling.OWN] == 4 * 4 * 32 * 2 * 512 * 513 / 2 * 2 * 3.5
-    assert found[ceiling.RECOMPUTE] == found[ceiling.FORWARD] / 2
+    assert found[ceiling.FORWARD] == 2.0 * 1024 * 2 * LAYER_WEIGHTS
+    assert found[ceiling.RECOMPUTE] == 2.0 * 512 * 2 * (LAYER_WEIGHTS - 128 * 256)
 
 
 def test_a_last_token_alone_costs_nothing() -> None:

@@ -24,6 +24,8 @@ def estimated(row: dict[str, Any], **settings: Any) -> Estimate:
             patch.setattr(rates, "FUSED_ADAPTER_TURNS", rates.ADAPTER_TURNS)
         if row.get("whole_model_gathered"):
             patch.setattr(memory, "gathered_numbers", lambda total, largest: total)
+        if row.get("no_kept_mlp"):
+            patch.setattr(memory, "_can_keep_mlp", lambda job: False)
         return estimate(Job(model=read_shape(row["model"]), tokens=row["tokens"], **row["job"], **settings))
 
 
@@ -91,6 +93,12 @@ def test_more_selected_pages_cost_what_they_did() -> None:
 
 def test_every_row_fits_as_it_did() -> None:
     assert [row["row"] for row in ROWS if not estimated(row).fits] == []
+
+
+def test_rows_that_say_so_would_keep_mlp_outputs_now() -> None:
+    marked = [row for row in ROWS if row.get("no_kept_mlp")]
+    assert marked and not any(estimated(row).memory.kept_mlp for row in marked)
+    assert all(estimated({**row, "no_kept_mlp": False}).memory.kept_mlp for row in marked)
 
 
 def test_a_wrong_estimate_would_be_noticed() -> None:
