@@ -123,10 +123,11 @@ class OombConfig(_Given):
     keep_outputs: bool | Auto = "auto"
     """Keep outputs of the forward sweep, so that the recompute need not make them again.
 
-    Attention outputs and LSE come first, ``2 * heads * head_dim + 4 * heads`` bytes per token and layer in bf16, so
-    that the recompute skips attention. Behind them come the MLPs' outputs, ``2 * (hidden + r)`` bytes, so that it skips
-    the last product of each MLP, where that has a LoRA adapter. ``"auto"`` keeps those of the latest chunks, as many as
-    the free device memory allows; True keeps all attention outputs, whatever is free; False keeps nothing.
+    First comes the gradient of the head, ``2 * hidden + 4`` bytes per token in bf16, so that the recompute skips a
+    frozen head; then attention outputs and LSE, ``2 * heads * head_dim + 4 * heads`` bytes per token and layer, so that
+    it skips attention; then the MLPs' outputs, ``2 * (hidden + r)`` bytes, so that it skips the last product of each
+    MLP, where that has a LoRA adapter. ``"auto"`` keeps those of the latest chunks, as many as the free device memory
+    allows; True keeps all attention outputs, whatever is free; False keeps nothing.
     """
 
     keep_last_graph: bool = True

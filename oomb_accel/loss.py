@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,3 +39,63 @@ def target_log_probs(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """
     log_probs_N: Tensor = _TargetLogProbs.apply(logits_NV, targets_N)
     return log_probs_N
+
+
+class HeadGradient(NamedTuple):
+    """Log-probabilities of targets, and their gradients with respect to what the head reads."""
+
+    log_probs_N: Tensor
+    """fp32, fp64 for fp64 logits."""
+    gradient_ND: Tensor
+    """In the dtype of logits; times `_scale_of` it."""
+
+
+def head_gradient(
+    head: Callable[[Tensor], Tensor], h_ND: Tensor, targets_N: Tensor, on_logits: Callable[[Tensor], None] | None
+) -> HeadGradient:
+    """What `target_log_probs` of the head's logits gives, and its gradient for ones.
+
+    Args:
+        head: makes logits ``[N, V]``.
+        h_ND: without graph.
+        on_logits: is shown the logits before they are gone.
+    """
+    with torch.enable_grad():
+        leaf_ND = h_ND.requires_grad_()
+        logits_NV = head(leaf_ND)
+        if on_logits is not None:
+            on_logits(logits_NV.detach())
+        dtype = logits_NV.dtype
+        log_probs_N = target_log_probs(logits_NV, targets_N)
+    del logits_NV
+    ones_N = torch.full_like(log_probs_N, _scale_of(dtype))
+    (gradient_ND,) = torch.autograd.grad(log_probs_N, leaf_ND, ones_N)
+    return HeadGradient(log_probs_N.detach(), gradient_ND.to(dtype))
+
+
+def known_log_probs(h_ND: Tensor, known: HeadGradient) -> Tensor:
+    """Log-probabilities of targets that were worked out for this ``h_ND``: ``[N]``, differentiable once in it."""
+    log_probs_N: Tensor = _KnownLogProbs.apply(h_ND, *known)
+    return log_probs_N
+
+
+class _KnownLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h_ND: Tensor, log_probs_N: Tensor, gradient_ND: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient_ND)
+        ctx.dtype = h_ND.dtype
+        return log_probs_N.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (gradient_ND,) = ctx.saved_tensors
+        grad_N1 = (grads[0] / _scale_of(gradient_ND.dtype)).unsqueeze(1)
+        # In fp32: rounded to 16 bits, a factor that many targets have in common would be off for all of them.
+        dh_ND = torch.empty_like(gradient_ND, dtype=ctx.dtype)
+        return torch.mul(gradient_ND, grad_N1, out=dh_ND), None, None
+
+
+def _scale_of(dtype: torch.dtype) -> float:
+    """A power of two, for a type in which small probabilities would be lost."""
+    return 1024.0 if dtype == torch.float16 else 1.0

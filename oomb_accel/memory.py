@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from oomb_accel.foresight import Foresight, Phase
+from oomb_accel.loss import HeadGradient
 from oomb_accel.pages import PagedKVCache, PageRooms
 from oomb_accel.schedule import Chunk
 from oomb_accel.selection import PageSelector
@@ -43,6 +44,8 @@ class StreamMemory:
     """By index of the chunk, for those whose attention outputs are kept for the backward sweep."""
     products: dict[int, Products] = field(default_factory=dict)
     """By index of the chunk, for those whose MLPs' outputs are kept."""
+    heads: dict[int, HeadGradient | None] = field(default_factory=dict)
+    """By index of the chunk, for those whose head is kept from running again; None before its first pass."""
     foresight: Foresight | None = None
     """None where all pages stay on the device."""
     rooms: PageRooms | None = None
@@ -54,6 +57,7 @@ class StreamMemory:
         kept = [len(outputs) * _num_bytes(*next(iter(outputs.values()))) for outputs in self.kept.values() if outputs]
         made = (product for products in self.products.values() for product in chain(*products.values()))
         kept += [_num_bytes(product.out, product.xa) for product in made]
+        kept += [_num_bytes(*head) for head in self.heads.values() if head is not None]
         return {**self.cache.device_bytes(), "kept_outputs": sum(kept)}
 
     def begin(self, chunk: Chunk, phase: Phase) -> None:
@@ -67,6 +71,7 @@ class StreamMemory:
         """Forget a chunk: nothing will ask for it again."""
         self.kept.pop(chunk.index, None)
         self.products.pop(chunk.index, None)
+        self.heads.pop(chunk.index, None)
         self.cache.release(chunk)
         if self.selector is not None:
             self.selector.release(chunk)

@@ -94,11 +94,11 @@ def products_of(room: int, **settings: Any) -> list[int]:
 
 def test_attention_outputs_come_first_and_the_latest_chunks_before_others() -> None:
     """Chunks of 16 tokens, of which nine run again. A token's attention outputs are 272 bytes per layer, the output of
-    its MLP and LoRA's share 4 * (64 + 4)."""
-    chunk, outputs, product = 16 * NUM_LAYERS, 272, 272
-    assert products_of(9 * chunk * outputs) == []
-    assert products_of(9 * chunk * outputs + 2 * chunk * product) == [7, 8]
-    assert products_of(9 * chunk * outputs + 2 * chunk * product - 1) == [8]
+    its MLP and LoRA's share 4 * (64 + 4). What the head keeps comes before both."""
+    chunk, outputs, product, head = 16 * NUM_LAYERS, 272, 272, 9 * 16 * (4 * 64 + 4)
+    assert products_of(head + 9 * chunk * outputs) == []
+    assert products_of(head + 9 * chunk * outputs + 2 * chunk * product) == [7, 8]
+    assert products_of(head + 9 * chunk * outputs + 2 * chunk * product - 1) == [8]
     assert products_of(10**12) == list(range(9))
     assert products_of(10**12, keep_outputs=False) == []
 
@@ -164,5 +164,5 @@ def test_what_is_kept_is_counted_and_goes_with_its_chunk() -> None:
         model(**batch().batch).loss.backward()
     kept = [found["kept_outputs"] for sweep, found in seen if sweep == "backward"]
     forward = [found["kept_outputs"] for sweep, found in seen if sweep == "forward"]
-    assert forward[8] == 9 * 16 * NUM_LAYERS * (272 + 272)
+    assert forward[8] == 9 * 16 * (NUM_LAYERS * (272 + 272) + 4 * 64 + 4)
     assert kept[-1] == 0 and sorted(kept, reverse=True) == kept

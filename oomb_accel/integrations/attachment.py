@@ -84,6 +84,8 @@ class Attachment:
     """Told about every selection of pages."""
     on_stream: Callable[[tuple[int, ...], int], None] | None = None
     """Told the length of each document and the number of targets of every stream that is trained on."""
+    head_is_last: bool | None = None
+    """Whether the model returns as logits what its head returns; None before it was tried."""
     tally: SelectionTally | None = None
     """Counts what pages are selected, where somebody wants to know."""
     sparse_layers: frozenset[int] = field(init=False)

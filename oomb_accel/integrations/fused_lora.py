@@ -40,6 +40,7 @@ from oomb_accel.integrations.float8_base import (
     base_product,
     float8_of,
 )
+from oomb_accel.integrations.support import is_plain_linear
 from oomb_accel.memory import Product, Products
 
 _PEFT_FORWARD = lora.Linear.forward
@@ -285,22 +286,12 @@ def _only_adapter(layer: Any) -> str | None:
         return None
     (name,) = active
     base, a, b, dropout = layer.base_layer, layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    if not all(_is_plain(part) for part in (base, a, b)) or a.bias is not None or b.bias is not None:
+    if not all(is_plain_linear(part) for part in (base, a, b)) or a.bias is not None or b.bias is not None:
         return None
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return None
     drops = not isinstance(dropout, nn.Identity) and (layer.training or not isinstance(dropout, nn.Dropout))
     return None if drops else name
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether it is a linear layer that nobody watches, as ZeRO 3 does that gathers module by module, with a weight
-    that is no more than a tensor."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    changed = "forward" in vars(module) and float8_of(module) is None
-    if type(module) is not nn.Linear or any(hooks) or changed:
-        return False
-    return type(module.weight) is nn.Parameter  # looked at last: where ZeRO 3 watches, looking gathers it
 
 
 class _FusedLinears(torch.autograd.Function):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from oomb_accel.chunk_pass import ChunkPass
 from oomb_accel.gradients import DeferredGradients, ReturnedGradients
@@ -19,8 +19,9 @@ from oomb_accel.integrations.auto import choose_settings
 from oomb_accel.integrations.float8_checks import prepare_float8_base
 from oomb_accel.integrations.fused_lora import fused_lora
 from oomb_accel.integrations.outputs import OombOutput
+from oomb_accel.integrations.own_head import HeadPass, own_head
 from oomb_accel.integrations.rope import check_length
-from oomb_accel.integrations.step_memory import divide_pages, reserve_host_memory, stream_memory
+from oomb_accel.integrations.step_memory import divide_pages, kept_chunks, reserve_host_memory, stream_memory
 from oomb_accel.integrations.step_recurrence import StepRecurrence
 from oomb_accel.integrations.stream import Stream, build_stream, check_targets, dummy_stream
 from oomb_accel.integrations.support import (
@@ -128,12 +129,13 @@ def build_recurrence(
         call: runs the model on one chunk; what a forward takes by name.
         statistics: filled from the logits of the forward sweep.
     """
-    device = stream.token_index_T.device
+    device, head = stream.token_index_T.device, own_head(state)
+    kept = kept_chunks(state, stream.schedule, stream.rooms, device, head=head, keep_last_graph=keep_last_graph)
     return StepRecurrence(
         state,
-        _chunk_model(state, batch, stream, call, statistics),
+        _chunk_model(state, batch, stream, call, head, statistics),
         stream.schedule,
-        stream_memory(state, stream.schedule, stream.rooms, device, keep_last_graph=keep_last_graph),
+        stream_memory(state, stream.schedule, stream.rooms, device, kept),
         state.settings(
             _caller_modes(state, device),
             keep_last_graph=keep_last_graph,
@@ -193,7 +195,7 @@ def _dummy_passes(
     stream = dummy_stream(device)
     embeds = batch.get("inputs_embeds")
     embeds_1TD = None if embeds is None else torch.zeros_like(embeds[:1, :1])
-    model = _chunk_model(state, {"input_ids": stream.position_ids_1T} if embeds is None else {}, stream, call)
+    model = _chunk_model(state, {"input_ids": stream.position_ids_1T} if embeds is None else {}, stream, call, None)
     (chunk,) = stream.schedule.chunks
     memory = StreamMemory(PagedKVCache(state.page_shape(), stream.schedule, device))
     return DummyPasses(count, lambda run, _: model(run, embeds_1TD), chunk, memory)
@@ -204,9 +206,14 @@ def _chunk_model(
     batch: dict[str, Any],
     stream: Stream,
     call: Callable[..., Any],
+    head: nn.Linear | None,
     statistics: TargetStatistics | None = None,
 ) -> ChunkModel:
-    """The model as the recurrence sees it: the original forward on one chunk, its head on targets only."""
+    """The model as the recurrence sees it: the original forward on one chunk, its head on targets only.
+
+    Args:
+        head: where its gradient is made beside the log-probabilities.
+    """
     ids_1T = None
     if batch.get("input_ids") is not None:
         ids_1T = batch["input_ids"].reshape(-1).index_select(0, stream.token_index_T)[None]
@@ -220,8 +227,17 @@ def _chunk_model(
             # Layers that are gathered whole need an input that wants a gradient, see `gather_whole_layers`.
             embeds_1TD = embeds_1TD if embeds_1TD.requires_grad else embeds_1TD.detach().requires_grad_()
         inputs = {"input_ids": ids_1T[:, tokens]} if ids_1T is not None else {"inputs_embeds": embeds_1TD}
+
+        def record(logits_NV: Tensor) -> None:
+            if statistics is not None and run.sweep == "forward":
+                statistics.record(logits_NV, stream.targets_N[targets], chunk.first_target)
+
+        keeps = chunk.index in run.memory.heads
+        head_pass = None
+        if head is not None and (keeps or torch.is_grad_enabled()):
+            head_pass = HeadPass(head, stream.targets_N[targets], run.memory.heads.get(chunk.index), record)
         rope_segments = [(s.num_tokens, stream.document_tokens[s.document]) for s in chunk.segments]
-        with state.rope.segments(rope_segments):
+        with state.rope.segments(rope_segments), nullcontext() if head_pass is None else head_pass.active():
             output = call(
                 **inputs,
                 attention_mask=mask,
@@ -238,9 +254,13 @@ def _chunk_model(
                 "  Their tokens would not see earlier chunks.\n"
                 "  Use another model, or a newer transformers; this one cannot be trained in chunks."
             )
-        if statistics is not None and run.sweep == "forward":
-            statistics.record(output.logits.squeeze(0), stream.targets_N[targets], chunk.first_target)
-        return target_log_probs(output.logits.squeeze(0), stream.targets_N[targets])
+        if head_pass is None:
+            record(output.logits.squeeze(0))
+            return target_log_probs(output.logits.squeeze(0), stream.targets_N[targets])
+        log_probs_N, gradient = head_pass.log_probs(output.logits)
+        if keeps:
+            run.memory.heads[chunk.index] = gradient
+        return log_probs_N
 
     return run_chunk
 

@@ -1,36 +1,41 @@
-"""What a step keeps between its passes: where its pages lie, and which attention outputs are kept, by what is free."""
+"""What a step keeps between its passes: where its pages lie, and what is kept of the forward sweep, by what is free."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from oomb_accel.foresight import Foresight
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.support import compute_dtype, gathered_bytes, whole_numel
 from oomb_accel.keep import chunks_to_keep, free_bytes
-from oomb_accel.memory import Outputs, Products, StreamMemory
+from oomb_accel.memory import StreamMemory
 from oomb_accel.offload import StreamRecords
 from oomb_accel.pages import PagedKVCache, PageRooms, PageShape, PassNeeds, divide, working_bytes
 from oomb_accel.plan import PageLayout, least_host_bytes, page_demand
-from oomb_accel.plan.sizes import float8_input_bytes, mlp_output_bytes, output_bytes
+from oomb_accel.plan.sizes import float8_input_bytes, head_gradient_bytes, mlp_output_bytes, output_bytes
 from oomb_accel.progress import GIB
-from oomb_accel.schedule import Chunk, ChunkSchedule
+from oomb_accel.schedule import ChunkSchedule
 from oomb_accel.setting_text import dtype_name
 from oomb_kernels import backward_workspace_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class KeptChunks:
+    """Chunks of which something is kept from the forward sweep, so that the backward sweep need not make it again: the
+    gradient of the head, attention outputs, the MLPs' outputs."""
+
+    heads: frozenset[int] = frozenset()
+    outputs: frozenset[int] = frozenset()
+    products: frozenset[int] = frozenset()
+
+
 def stream_memory(
-    state: Attachment,
-    schedule: ChunkSchedule,
-    rooms: PageRooms | None,
-    device: torch.device,
-    *,
-    keep_last_graph: bool,
+    state: Attachment, schedule: ChunkSchedule, rooms: PageRooms | None, device: torch.device, kept: KeptChunks
 ) -> StreamMemory:
     """An empty memory for one stream. Pages are selected where gradients are enabled: an evaluation is dense, as a
     model is served.
@@ -42,16 +47,58 @@ def stream_memory(
     tell_pages = rooms is not None or state.page_grad_dtype == torch.bfloat16
     selector = state.selector(tell_pages=tell_pages) if torch.is_grad_enabled() else None
     shape = state.page_shape(sparse=selector is not None)
-    kept = _kept_chunks(state, schedule, shape, device, keep_last_graph=keep_last_graph, offloads=rooms is not None)
-    outputs: dict[int, Outputs] = {index: {} for index in kept}
-    if rooms is None:
-        with_products = _chunks_with_products(state, schedule, shape, device, kept, keep_last_graph=keep_last_graph)
-        products: dict[int, Products] = {index: {} for index in with_products}
-        return StreamMemory(PagedKVCache(shape, schedule, device), selector, outputs, products)
-    foresight = Foresight(shape, schedule, selector, span_pages=state.span_pages, skipped=kept)
-    records = StreamRecords(state.offload, shape, schedule, rooms, foresight, device)
-    cache = PagedKVCache(shape, schedule, device, records)
-    return StreamMemory(cache, selector, outputs, foresight=foresight, rooms=rooms)
+    records = foresight = None
+    if rooms is not None:
+        foresight = Foresight(shape, schedule, selector, span_pages=state.span_pages, skipped=kept.outputs)
+        records = StreamRecords(state.offload, shape, schedule, rooms, foresight, device)
+    return StreamMemory(
+        PagedKVCache(shape, schedule, device, records),
+        selector,
+        kept={index: {} for index in kept.outputs},
+        products={index: {} for index in kept.products},
+        heads=dict.fromkeys(kept.heads),
+        foresight=foresight,
+        rooms=rooms,
+    )
+
+
+def kept_chunks(
+    state: Attachment,
+    schedule: ChunkSchedule,
+    rooms: PageRooms | None,
+    device: torch.device,
+    *,
+    head: nn.Linear | None,
+    keep_last_graph: bool,
+) -> KeptChunks:
+    """What is kept, by setting and free memory: what saves most for its bytes has its room first. While pages have to
+    leave the device, it has none to spare.
+
+    Args:
+        head: where its gradient can be kept.
+    """
+    chunks = schedule.chunks[:-1] if keep_last_graph else schedule.chunks  # the last one's graph holds its own
+    wanted, dtype = state.config.keep_outputs, compute_dtype(state.base, device)
+    everything = frozenset(chunk.index for chunk in chunks) if wanted is True else frozenset[int]()
+    if wanted is False or not torch.is_grad_enabled():
+        return KeptChunks()
+    if rooms is not None:
+        return KeptChunks(outputs=everything)
+    spare = _spare_bytes(state, schedule, device)
+
+    def fitting(bytes_per_token: int) -> frozenset[int]:
+        nonlocal spare
+        kept = chunks_to_keep(chunks, bytes_per_token, spare)
+        spare -= bytes_per_token * sum(schedule.chunks[index].num_tokens for index in kept)
+        return kept
+
+    of_outputs = _output_bytes(state, dtype)
+    spare -= of_outputs * sum(schedule.chunks[index].num_tokens for index in everything)
+    of_head = 0 if head is None else head_gradient_bytes(head.in_features, dtype.itemsize)
+    heads = fitting(of_head) if of_head else frozenset[int]()
+    outputs = everything if wanted is True else fitting(of_outputs)
+    of_products = sum(_product_bytes(end, dtype) for end in state.mlp_ends)
+    return KeptChunks(heads, outputs, fitting(of_products) if of_products else frozenset())
 
 
 def divide_pages(state: Attachment, schedule: ChunkSchedule, device: torch.device) -> PageRooms | None:
@@ -203,65 +250,13 @@ def _sparse_workspace(state: Attachment, schedule: ChunkSchedule, dtype: torch.d
     )
 
 
-def _kept_chunks(
-    state: Attachment,
-    schedule: ChunkSchedule,
-    shape: PageShape,
-    device: torch.device,
-    *,
-    keep_last_graph: bool,
-    offloads: bool,
-) -> frozenset[int]:
-    """Chunks whose attention outputs are kept for the backward sweep, by setting and free memory. While pages have to
-    leave the device, it has none to spare."""
-    config, chunks = state.config, _run_again(schedule, keep_last_graph)
-    if config.keep_outputs is False or not torch.is_grad_enabled():
-        return frozenset()
-    if config.keep_outputs is True:
-        return frozenset(chunk.index for chunk in chunks)
-    if offloads:
-        return frozenset()
-    dtype = compute_dtype(state.base, device)
-    return chunks_to_keep(chunks, _output_bytes(state, dtype), _spare_bytes(state, schedule, shape, device))
-
-
-def _chunks_with_products(
-    state: Attachment,
-    schedule: ChunkSchedule,
-    shape: PageShape,
-    device: torch.device,
-    kept: frozenset[int],
-    *,
-    keep_last_graph: bool,
-) -> frozenset[int]:
-    """Chunks whose MLPs' outputs are kept too: as many as there is memory for behind attention outputs, which save
-    more of a long document. All pages stay on the device.
-
-    Args:
-        kept: chunks whose attention outputs are.
-    """
-    if state.config.keep_outputs is False or not torch.is_grad_enabled() or not state.mlp_ends:
-        return frozenset()
-    dtype = compute_dtype(state.base, device)
-    outputs = sum(schedule.chunks[index].num_tokens for index in kept) * _output_bytes(state, dtype)
-    return chunks_to_keep(
-        _run_again(schedule, keep_last_graph),
-        sum(_product_bytes(end, dtype) for end in state.mlp_ends),
-        _spare_bytes(state, schedule, shape, device) - outputs,
-    )
-
-
-def _run_again(schedule: ChunkSchedule, keep_last_graph: bool) -> Sequence[Chunk]:
-    """Chunks that the backward sweep runs again. Where the last one's graph is kept, that holds its outputs."""
-    return schedule.chunks[:-1] if keep_last_graph else schedule.chunks
-
-
 def _product_bytes(layer: Any, dtype: torch.dtype) -> int:
     """Of what a linear layer with LoRA keeps of a token."""
     return mlp_output_bytes(layer.out_features, max(layer.r.values()), dtype.itemsize)
 
 
-def _spare_bytes(state: Attachment, schedule: ChunkSchedule, shape: PageShape, device: torch.device) -> int:
+def _spare_bytes(state: Attachment, schedule: ChunkSchedule, device: torch.device) -> int:
     """Device memory that a step leaves free whose pages all stay there."""
     dtype = compute_dtype(state.base, device)
-    return free_bytes(device) - shape.num_bytes(schedule, dtype) - _other_bytes(state, schedule, dtype)
+    pages = state.page_shape(sparse=bool(state.sparse_layers)).num_bytes(schedule, dtype)
+    return free_bytes(device) - pages - _other_bytes(state, schedule, dtype)

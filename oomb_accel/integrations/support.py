@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oomb_accel.config import OombConfig
+from oomb_accel.integrations.float8_base import float8_of
 from oomb_accel.plan.sizes import gathered_numbers
 from oomb_kernels import FLOAT8, check_float8, check_page_kernels
 
@@ -229,6 +230,16 @@ def decoder_layers(base: PreTrainedModel) -> list[nn.Module]:
     num_layers = base.config.get_text_config().num_hidden_layers
     stacks = (m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers)
     return [layer for stack in stacks for layer in stack]
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer that nobody watches, as ZeRO 3 does that gathers module by module, with a weight
+    that is no more than a tensor."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    changed = "forward" in vars(module) and float8_of(module) is None
+    if type(module) is not nn.Linear or any(hooks) or changed:
+        return False
+    return type(module.weight) is nn.Parameter  # looked at last: where ZeRO 3 watches, looking gathers it
 
 
 def linear_places(module: nn.Module) -> list[tuple[nn.Module, str]]:
