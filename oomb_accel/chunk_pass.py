@@ -43,7 +43,7 @@ class ChunkPass:
 
     @property
     def products(self) -> Products | None:
-        """Outputs of the MLPs of the forward sweep, where this chunk's are kept."""
+        """Outputs of linear layers in the forward sweep, where this chunk's are kept."""
         return self.memory.products.get(self.chunk.index)
 
     @property

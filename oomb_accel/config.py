@@ -125,9 +125,9 @@ class OombConfig(_Given):
 
     First comes the gradient of the head, ``2 * hidden + 4`` bytes per token in bf16, so that the recompute skips a
     frozen head; then attention outputs and LSE, ``2 * heads * head_dim + 4 * heads`` bytes per token and layer, so that
-    it skips attention; then the MLPs' outputs, ``2 * (hidden + r)`` bytes, so that it skips the last product of each
-    MLP, where that has a LoRA adapter. ``"auto"`` keeps those of the latest chunks, as many as the free device memory
-    allows; True keeps all attention outputs, whatever is free; False keeps nothing.
+    it skips attention; then outputs of the last product of each MLP, ``2 * (hidden + r)`` bytes, and of attention's, as
+    many, so that it skips these products where they have LoRA adapters. ``"auto"`` keeps those of the latest chunks, as
+    many as the free device memory allows; True keeps all attention outputs, whatever is free; False keeps nothing.
     """
 
     keep_last_graph: bool = True

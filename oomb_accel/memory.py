@@ -30,7 +30,7 @@ class Product(NamedTuple):
 
 
 Products: TypeAlias = dict[Any, list[Product]]
-"""By linear layer, what it has computed for one chunk, call by call."""
+"""By linear layer, what it has computed for one chunk, call by call; others are not kept."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class StreamMemory:
     kept: dict[int, Outputs] = field(default_factory=dict)
     """By index of the chunk, for those whose attention outputs are kept for the backward sweep."""
     products: dict[int, Products] = field(default_factory=dict)
-    """By index of the chunk, for those whose MLPs' outputs are kept."""
+    """By index of the chunk, for those of which outputs of linear layers are kept."""
     heads: dict[int, HeadGradient | None] = field(default_factory=dict)
     """By index of the chunk, for those whose head is kept from running again; None before its first pass."""
     foresight: Foresight | None = None

@@ -1,4 +1,4 @@
-"""Outputs of MLPs that are kept from the forward sweep: the same bits, without the product."""
+"""Outputs of linear layers that are kept from the forward sweep: the same bits, without the product."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_same_bits_without_the_product(settings: Any, dtype: str) -> None:
         with counted() as counts, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
             results.append(chunked(twin(model), batch(), kept))
         num_again = -(-LENGTH // settings.chunk_tokens) - settings.keep_last_graph
-        assert counts["kept"] == (NUM_LAYERS * num_again if keep else 0)
+        assert counts["kept"] == (2 * NUM_LAYERS * num_again if keep else 0)
         assert counts["with a graph"] > counts["kept"]
     assert_same_bits(results[1].loss, results[0].loss)
     assert_same_bits(results[1].gradients, results[0].gradients)
@@ -67,24 +67,24 @@ def vars_of(settings: oomb_accel.OombConfig) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model_type", "targets", "num_ends"),
     [
-        ("qwen2", "all-linear", 3),
-        ("llama", ["q_proj", "v_proj"], 0),
-        ("gemma2", ["down_proj"], 3),
-        ("qwen3_moe", "all-linear", 0),
+        ("qwen2", "all-linear", [3, 3]),
+        ("llama", ["q_proj", "v_proj"], [0, 0]),
+        ("gemma2", ["down_proj"], [3, 0]),
+        ("qwen3_moe", "all-linear", [0, 3]),
     ],
 )
-def test_which_layers_are_kept(model_type: str, targets: Any, num_ends: int) -> None:
+def test_which_layers_are_kept(model_type: str, targets: Any, num_ends: list[int]) -> None:
     with switched_on(with_lora(tiny_model(model_type), target_modules=targets), config(keep_outputs=True)) as model:
-        assert len(attachment_of(model).mlp_ends) == num_ends
+        assert [len(ends) for ends in attachment_of(model).block_ends] == num_ends
 
 
-def products_of(room: int, **settings: Any) -> list[int]:
-    """Chunks whose products a step keeps when so many bytes are free beside pages and activations."""
-    found: list[int] = []
+def products_of(room: int, **settings: Any) -> dict[int, int]:
+    """By chunk, of how many layers a step keeps products when so many bytes are free beside pages and activations."""
+    found: dict[int, int] = {}
     begin = StreamMemory.begin
 
     def noted(memory: StreamMemory, *arguments: Any) -> None:
-        found[:] = found or sorted(memory.products)
+        found.update(found or {index: len(layers) for index, layers in memory.products.items()})
         begin(memory, *arguments)
 
     with patch.object(StreamMemory, "begin", noted), patch.object(step_memory, "_spare_bytes", lambda *_: room):
@@ -96,11 +96,13 @@ def test_attention_outputs_come_first_and_the_latest_chunks_before_others() -> N
     """Chunks of 16 tokens, of which nine run again. A token's attention outputs are 272 bytes per layer, the output of
     its MLP and LoRA's share 4 * (64 + 4). What the head keeps comes before both."""
     chunk, outputs, product, head = 16 * NUM_LAYERS, 272, 272, 9 * 16 * (4 * 64 + 4)
-    assert products_of(head + 9 * chunk * outputs) == []
-    assert products_of(head + 9 * chunk * outputs + 2 * chunk * product) == [7, 8]
-    assert products_of(head + 9 * chunk * outputs + 2 * chunk * product - 1) == [8]
-    assert products_of(10**12) == list(range(9))
-    assert products_of(10**12, keep_outputs=False) == []
+    before = head + 9 * chunk * outputs
+    assert products_of(before) == {}
+    assert products_of(before + 2 * chunk * product) == {7: 3, 8: 3}
+    assert products_of(before + 2 * chunk * product - 1) == {8: 3}
+    assert products_of(before + 10 * chunk * product) == {**dict.fromkeys(range(8), 3), 8: 6}
+    assert products_of(10**12) == dict.fromkeys(range(9), 6)
+    assert products_of(10**12, keep_outputs=False) == {}
 
 
 def test_nothing_is_kept_while_pages_leave() -> None:
@@ -133,7 +135,7 @@ def test_an_output_that_the_model_changes_in_place_is_made_again() -> None:
     with counted() as counts:
         ours = chunked(twin(model), batch(), config(keep_outputs=True))
     wanted = chunked(twin(model), batch(), config(keep_outputs=False))
-    assert counts["kept"] == 9 * (NUM_LAYERS - 1)
+    assert counts["kept"] == 9 * (2 * NUM_LAYERS - 1)
     assert_same_bits(ours.gradients, wanted.gradients)
 
 
@@ -153,7 +155,7 @@ def test_a_layer_that_is_called_twice_gets_its_outputs_in_order() -> None:
     with counted() as counts:
         ours = chunked(twin(model), batch(), config(keep_outputs=True))
     wanted = chunked(twin(model), batch(), config(keep_outputs=False))
-    assert counts["kept"] == 9 * (NUM_LAYERS + 1)
+    assert counts["kept"] == 9 * (2 * NUM_LAYERS + 1)
     assert_same_bits(ours.gradients, wanted.gradients)
 
 
@@ -164,5 +166,5 @@ def test_what_is_kept_is_counted_and_goes_with_its_chunk() -> None:
         model(**batch().batch).loss.backward()
     kept = [found["kept_outputs"] for sweep, found in seen if sweep == "backward"]
     forward = [found["kept_outputs"] for sweep, found in seen if sweep == "forward"]
-    assert forward[8] == 9 * 16 * (NUM_LAYERS * (272 + 272) + 4 * 64 + 4)
+    assert forward[8] == 9 * 16 * (NUM_LAYERS * (272 + 2 * 272) + 4 * 64 + 4)
     assert kept[-1] == 0 and sorted(kept, reverse=True) == kept

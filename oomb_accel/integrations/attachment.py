@@ -19,7 +19,7 @@ from oomb_accel.gradients import Deliveries
 from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.agreement import ranks_on_host
 from oomb_accel.integrations.float8_base import Float8Base, Place
-from oomb_accel.integrations.fused_lora import lora_siblings, mlp_ends
+from oomb_accel.integrations.fused_lora import block_ends, lora_siblings
 from oomb_accel.integrations.rope import DocumentRope
 from oomb_accel.integrations.support import (
     ModelFacts,
@@ -105,8 +105,8 @@ class Attachment:
     """Plain LoRA layers, whose input cast is redundant under autocast."""
     lora_siblings: tuple[tuple[BaseTunerLayer, ...], ...] = field(init=False)
     """Groups of layers that read the same input."""
-    mlp_ends: tuple[BaseTunerLayer, ...] = field(init=False)
-    """Layers whose outputs may be kept from the forward sweep."""
+    block_ends: tuple[tuple[BaseTunerLayer, ...], ...] = field(init=False)
+    """Layers whose outputs may be kept from the forward sweep, those first that save most."""
     wrapped: bool = field(init=False)
     """Whether a wrapper runs layers again in the backward, outside of passes."""
     float8_base: Float8Base | None = field(init=False)
@@ -129,7 +129,7 @@ class Attachment:
         self.wrapped = any(type(module).__name__ == "CheckpointWrapper" for module in self.modules)
         self.lora_layers = () if self.wrapped else tuple(m for m in self.adapter_layers if _is_plain_lora(m))
         self.lora_siblings = lora_siblings(self.modules)
-        self.mlp_ends = tuple(end for end in mlp_ends(decoder_layers(self.base)) if end in self.lora_layers)
+        self.block_ends = () if self.wrapped else block_ends(decoder_layers(self.base))
         self.float8_base = None
         if self.config.base_dtype == "float8":
             owned = (linear_places(layer) for layer in decoder_layers(self.base))

@@ -23,7 +23,7 @@ Legend: T tokens, I inputs, O outputs, R rank, S sum of the ranks of layers with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -46,8 +46,9 @@ from oomb_accel.memory import Product, Products
 _PEFT_FORWARD = lora.Linear.forward
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """What transformers calls layers of one module that read the same input. Whether they do is looked at in each call."""
-_MLP_END = "down_proj"
-"""What it calls the last layer of an MLP."""
+_ENDS = ("down_proj", "o_proj")
+"""What it calls the last layers of an MLP and of attention: an output costs the same room, and the first took more to
+compute."""
 
 
 def lora_siblings(modules: Iterable[nn.Module]) -> tuple[tuple[Any, ...], ...]:
@@ -62,19 +63,20 @@ def lora_siblings(modules: Iterable[nn.Module]) -> tuple[tuple[Any, ...], ...]:
     return tuple(groups)
 
 
-def mlp_ends(decoder_layers: Iterable[nn.Module]) -> tuple[Any, ...]:
-    """The LoRA layer that ends the MLP of each decoder layer, where there is one: of all products its output is the
-    smallest for what it takes to compute."""
-    ends = []
-    for decoder_layer in decoder_layers:
-        found = [module for name, module in decoder_layer.named_modules() if name.rpartition(".")[2] == _MLP_END]
-        if len(found) == 1 and type(found[0]) is lora.Linear:  # experts have many
-            ends += found
-    return tuple(ends)
+def block_ends(decoder_layers: Iterable[nn.Module]) -> tuple[tuple[Any, ...], ...]:
+    """The LoRA layers that end the MLPs of all decoder layers, and those that end attention, where there is one of the
+    kind: of all products their outputs are the smallest for what they take to compute."""
+
+    def end_of(decoder_layer: nn.Module, end: str) -> list[Any]:
+        found = [module for name, module in decoder_layer.named_modules() if name.rpartition(".")[2] == end]
+        return found if len(found) == 1 and type(found[0]) is lora.Linear else []  # experts have many
+
+    layers = tuple(decoder_layers)
+    return tuple(tuple(found for layer in layers for found in end_of(layer, end)) for end in _ENDS)
 
 
 def fused_lora(
-    layers: Iterable[Any], siblings: Iterable[Sequence[Any]] = (), kept_layers: Collection[Any] = ()
+    layers: Iterable[Any], siblings: Iterable[Sequence[Any]] = ()
 ) -> Callable[..., AbstractContextManager[None]]:
     """What to enter around each pass of one step: inside, these layers of PEFT run fused where they can.
 
@@ -82,13 +84,15 @@ def fused_lora(
 
     Args:
         siblings: groups of layers that share work when they are called with the same tensor, see `lora_siblings`.
-        kept_layers: layers without siblings whose outputs may be kept from a pass without gradients for that with
-            them. What is entered is given the products of the pass's chunk, or None where it keeps none.
+
+    Returns:
+        Called with the products of the pass's chunk, or None where it keeps none: outputs of the layers named there are
+        kept from a pass without gradients for that with them.
     """
     if lora.Linear.forward is not _PEFT_FORWARD:  # somebody has another idea of it
         layers = ()
     plain = [layer for layer in layers if type(layer) is lora.Linear]
-    calls = _Calls({layer: group for group in siblings for layer in group}, frozenset(kept_layers))
+    calls = _Calls({layer: group for group in siblings for layer in group})
     forwards = {layer: partial(calls.forward, layer) for layer in plain}
 
     @contextmanager
@@ -165,15 +169,13 @@ class _Calls:
 
     Args:
         siblings: by layer, its group, with itself.
-        kept_layers: whose products are kept.
     """
 
     products: Products | None = None
     """Of the chunk that is run."""
 
-    def __init__(self, siblings: dict[Any, Sequence[Any]], kept_layers: frozenset[Any]) -> None:
+    def __init__(self, siblings: dict[Any, Sequence[Any]]) -> None:
         self._siblings = siblings
-        self._kept_layers = kept_layers
         self._shared: _Shared | None = None
         self._groups: dict[tuple[Any, ...], _Group | None] = {}
 
@@ -193,14 +195,14 @@ class _Calls:
         group = self._group(layer, dtype, autocast, alone=state is None or x.shape[-1] != layer.in_features)
         if group is None:
             return lora.Linear.forward(layer, x)
-        products = self.products if layer in self._kept_layers and len(group.layers) == 1 else None
+        kept = self.products.get(layer) if self.products is not None and len(group.layers) == 1 else None
         if torch.is_grad_enabled():
-            known = None if products is None else _taken(products, layer, x, dtype)
+            known = _taken(kept, x, dtype) if kept else None
             out, *others = _FusedLinears.apply(x, dtype, group, known, *group.parameters)
         else:  # a node of the graph takes the host longer than most operations
             (out, *others), xas = _outputs(_in(dtype, x), group.weights(dtype), group)
-            if products is not None and not out.is_inference():
-                products.setdefault(layer, []).append(Product(out, xas[0], out._version))
+            if kept is not None and not out.is_inference():
+                kept.append(Product(out, xas[0], out._version))
         self._shared = _Shared(x, state, dict(zip(group.layers[1:], others, strict=True))) if others else None
         return out
 
@@ -259,11 +261,8 @@ def _parts(layer: Any, dtype: torch.dtype, autocast: bool) -> _Parts | None:
     return _Parts(weight_OI, bias_O, float8, scale, b_OR, a_RI, copied_b_OR, copied_b_OR.t(), unread)
 
 
-def _taken(products: Products, layer: Any, x: Tensor, dtype: torch.dtype) -> Product | None:
-    """The oldest product of a layer, if it is that of such an input and nobody has changed it."""
-    kept = products.get(layer)
-    if not kept:
-        return None
+def _taken(kept: list[Product], x: Tensor, dtype: torch.dtype) -> Product | None:
+    """The oldest of these products, if it is that of such an input and nobody has changed it."""
     product = kept.pop(0)
     fits = product.out.shape[:-1] == x.shape[:-1] and product.out.dtype == dtype
     return product if fits and product.out._version == product.version else None

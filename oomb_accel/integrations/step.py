@@ -274,7 +274,7 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[ChunkPas
     # PEFT's layers must run alike in a checkpoint's recompute, which is outside of the pass.
     lora_layers = () if any(m.gradient_checkpointing and m.training for m in state.checkpointed) else state.lora_layers
     released = released_after_use(state.model)
-    fused = fused_lora(lora_layers, state.lora_siblings, state.mlp_ends)
+    fused = fused_lora(lora_layers, state.lora_siblings)
     in_float8 = nullcontext if state.float8_base is None else state.float8_base.active
 
     @contextmanager

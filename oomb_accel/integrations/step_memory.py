@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,11 +28,11 @@ from oomb_kernels import backward_workspace_bytes
 @dataclass(frozen=True, slots=True)
 class KeptChunks:
     """Chunks of which something is kept from the forward sweep, so that the backward sweep need not make it again: the
-    gradient of the head, attention outputs, the MLPs' outputs."""
+    gradient of the head, attention outputs, and outputs of these linear layers."""
 
     heads: frozenset[int] = frozenset()
     outputs: frozenset[int] = frozenset()
-    products: frozenset[int] = frozenset()
+    products: Mapping[int, Sequence[Any]] = field(default_factory=dict)
 
 
 def stream_memory(
@@ -55,7 +56,7 @@ def stream_memory(
         PagedKVCache(shape, schedule, device, records),
         selector,
         kept={index: {} for index in kept.outputs},
-        products={index: {} for index in kept.products},
+        products={index: {layer: [] for layer in layers} for index, layers in kept.products.items()},
         heads=dict.fromkeys(kept.heads),
         foresight=foresight,
         rooms=rooms,
@@ -97,8 +98,11 @@ def kept_chunks(
     of_head = 0 if head is None else head_gradient_bytes(head.in_features, dtype.itemsize)
     heads = fitting(of_head) if of_head else frozenset[int]()
     outputs = everything if wanted is True else fitting(of_outputs)
-    of_products = sum(_product_bytes(end, dtype) for end in state.mlp_ends)
-    return KeptChunks(heads, outputs, fitting(of_products) if of_products else frozenset())
+    products = dict[int, list[Any]]()
+    for ends in filter(None, state.block_ends):
+        for index in fitting(sum(_product_bytes(end, dtype) for end in ends)):
+            products.setdefault(index, []).extend(ends)
+    return KeptChunks(heads, outputs, products)
 
 
 def divide_pages(state: Attachment, schedule: ChunkSchedule, device: torch.device) -> PageRooms | None:
