@@ -207,7 +207,8 @@ def test_tiers_of_a_real_step(settings: Any, tmp_path: Path) -> None:
     assert not any("mean_keys" in line["device"] for line in lines if line["sweep"] == "backward")
     if settings.attention == "dense":
         assert report.peaks["page_gradients"].num_bytes == whole
-        assert first["kept_outputs"] == 3 * 4 * 96 * (16 * 4 + 4)  # the last chunk's graph holds its own
+        attention, ends, head = 3 * 4 * 96 * (16 * 4 + 4), 3 * 2 * 4 * 96 * (64 + 4), 96 * (4 * 64 + 4)
+        assert first["kept_outputs"] == attention + ends + head  # the last chunk's graph holds its own
         assert lines[13]["device"].get("kept_outputs", 0) == 0
     report.stop()
     model(**batch).loss.backward()

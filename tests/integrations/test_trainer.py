@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 import oomb_accel
+from oomb_accel import loss
 from oomb_accel.integrations import step
 from oomb_accel.integrations.attachment import STATE, attachment_of
 from oomb_accel.integrations.callback import OombCallback
@@ -168,7 +169,7 @@ def test_bf16_by_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora:
         return with_lora(tiny_model()) if lora else tiny_model()
 
     dtypes = []
-    original = step.target_log_probs
+    original = loss.target_log_probs
 
     def spy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
         dtypes.append(logits_NV.dtype)
@@ -178,7 +179,8 @@ def test_bf16_by_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora:
     AcceleratorState._reset_state(reset_partial_state=True)
     plain = gradients_of_one_step(make(), tmp_path, bf16=True)
     AcceleratorState._reset_state(reset_partial_state=True)
-    monkeypatch.setattr(step, "target_log_probs", spy)
+    for module in (step, loss):  # where the head is trained, and where it is not
+        monkeypatch.setattr(module, "target_log_probs", spy)
     ours = gradients_of_one_step(make(), tmp_path, OombCallback(config()), bf16=True)
     assert set(dtypes) == {torch.bfloat16}
     assert_twice_plain(ours, plain, exact)

@@ -204,10 +204,13 @@ def test_driver_calls(fake: FakeDriver, copy: Callable[..., None]) -> None:
         return None
 
     check_round_trip(by_driver, random_store(5100, 16), random_store(5200, 16), 5000, lambda: None)
-    assert sum(fake.counts) >= 9000 and max(fake.counts) <= 4096 and not fake.contexts
+    assert sum(fake.counts) >= 9000 and max(fake.counts) <= 64 and not fake.contexts
     if copy is cuda_copies.copy_batch:
         host, device, stream_order = (2, 0), (1, 3), 1
-        assert fake.orders == [(stream_order, *host, *device)] * 2 + [(stream_order, *device, *host)] * 2
+        half, odd = divmod(len(fake.orders), 2)
+        assert (
+            fake.orders == [(stream_order, *host, *device)] * half + [(stream_order, *device, *host)] * half and not odd
+        )
 
 
 @pytest.mark.parametrize("before", [[], [76], [77]])
