@@ -94,6 +94,12 @@ def mlp_output_bytes(hidden: int, rank: int, itemsize: int) -> int:
     return itemsize * (hidden + rank)
 
 
+def head_gradient_bytes(hidden: int, itemsize: int) -> int:
+    """Bytes of the gradient of a target's log-probability with respect to what the head reads, and of the
+    log-probability."""
+    return hidden * itemsize + 4
+
+
 def float8_input_bytes(num_tokens: int, *widths: int) -> int:
     """Bytes of the largest input or output gradient in 8 bits, of which there is one at a time, with its scales.
 

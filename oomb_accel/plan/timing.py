@@ -84,9 +84,7 @@ def _compute(
     moved = rates.ELEMENTWISE_TURNS * activation_bytes_per_token(job)
     if job.lora_r:
         outputs = sum(out * count for _, out, count in model.linears) if not model.num_experts else 0
-        # Modules that ZeRO 3 watches are left to PEFT.
-        turns = rates.ADAPTER_TURNS if job.zero_stage == 3 else rates.FUSED_ADAPTER_TURNS
-        moved += turns * 2 * model.num_layers * outputs
+        moved += rates.ADAPTER_TURNS * 2 * model.num_layers * outputs
     step.parts["norms, activations, adapters"] += tokens * moved * (forwards + 2) / gpu.memory_bytes_per_second
     step.parts["launches"] += rates.LAYER_PASS_SECONDS * model.num_layers * (forwards + 1)
 

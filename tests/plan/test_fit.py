@@ -261,6 +261,13 @@ def test_the_sparse_backward_works_in_memory_that_logits_have_left(keep_last_gra
     assert dense["workspace of the sparse backward"] == 0
 
 
+def test_adapters_run_within_the_products_under_zero_3_too() -> None:
+    """Whole layers are gathered there, so that nobody watches a single module."""
+    of = job(tokens=M // 8)
+    parts = [estimate(replace(of, zero_stage=stage)).time.parts for stage in (2, 3)]
+    assert parts[0]["norms, activations, adapters"] == parts[1]["norms, activations, adapters"]
+
+
 def test_windows_cost_their_window() -> None:
     shape = replace(read_shape("qwen2.5-7b"), windows=(4096,) * 28)
     full, windowed = estimate(job(tokens=M // 4)), estimate(replace(job(tokens=M // 4), model=shape))

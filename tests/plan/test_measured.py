@@ -21,7 +21,7 @@ def estimated(row: dict[str, Any], **settings: Any) -> Estimate:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rates, "LOGIT_COPIES", row.get("logit_copies", rates.LOGIT_COPIES))
         if row.get("plain_lora"):
-            patch.setattr(rates, "FUSED_ADAPTER_TURNS", rates.ADAPTER_TURNS)
+            patch.setattr(rates, "ADAPTER_TURNS", 3.0)
         if row.get("whole_model_gathered"):
             patch.setattr(memory, "gathered_numbers", lambda total, largest: total)
         if row.get("no_kept_mlp"):
