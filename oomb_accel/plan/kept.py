@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from oomb_accel.plan.job import Job
 from oomb_accel.plan.sizes import DTYPE_BYTES, head_gradient_bytes, mlp_output_bytes, output_bytes
@@ -19,15 +20,13 @@ class Kept:
     num_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class KeptResults:
-    """Of the chunks that run again."""
+class KeptResults(NamedTuple):
+    """Of the chunks that run again: gradients of log-probabilities with respect to what the head reads, attention
+    outputs with LSE, and outputs of the MLPs' last product."""
 
     head: Kept
-    """Gradients of log-probabilities with respect to what the head reads: no product of the head runs again."""
     attention: Kept
     mlp: Kept
-    """Outputs of the MLPs' last product."""
 
 
 def kept_results(job: Job, schedule: ChunkSchedule, budget_bytes: float, *, offloads: bool) -> KeptResults:
@@ -84,9 +83,7 @@ def _can_keep_mlp(job: Job) -> bool:
 
 
 def _latest_that_fit(sizes: Sequence[int], budget_bytes: float) -> Kept:
-    """Args:
-    sizes: bytes of each chunk.
-    """
+    """Of chunks with so many bytes each."""
     first, num_bytes = len(sizes), 0
     while first > 0 and num_bytes + sizes[first - 1] <= budget_bytes:
         first -= 1

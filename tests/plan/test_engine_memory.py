@@ -71,8 +71,11 @@ def test_offload_leaves_on_the_device_what_the_planner_says() -> None:
     found, layout = rooms(state), step_memory._layout(state, state.page_shape(sparse=True), torch.float32)
     planned = plan_memory(
         page_demand(layout, schedule(state, 800)),
-        **{"free_device_bytes": 10**9, "activation_bytes": 0, "host_budget_bytes": 10**9},
-        **{"chunk_tokens": state.chunk_tokens, "offload": True},
+        free_device_bytes=10**9,
+        activation_bytes=0,
+        host_budget_bytes=10**9,
+        chunk_tokens=state.chunk_tokens,
+        offload=True,
     )
     assert found.values is not None and not any(found.values.quotas)
     ours = found.device_bytes["values"], found.device_bytes["gradients"], found.host_bytes

@@ -54,6 +54,7 @@ REFUSED = [
     job(tokens=2 * M, **SPARSE),
     job(tokens=3 * M // 2),
     job(tokens=M, offload=False),
+    job(tokens=M // 2, attention="sparse", offload=True, host_bytes=64 * GIB),
     job(tokens=3 * M // 8, keep_outputs=True),
     job(tokens=M // 8, lora_r=0, weights_dtype="float32"),
     job(model="qwen2.5-32b", tokens=M // 8),
@@ -123,6 +124,12 @@ def test_settings_together_and_with_a_larger_machine(of: Job, expected: str) -> 
             assert not estimate(replace(works, **{name: getattr(of, name)})).fits, name
     if works.num_gpus == of.num_gpus and works.host_bytes > of.host_bytes:
         assert not estimate(replace(works, host_bytes=works.host_bytes - 32 * GIB)).fits
+
+
+def test_pages_that_need_not_leave_stay_where_the_host_is_small() -> None:
+    (of,) = [of for of in REFUSED if of.offload is True]
+    assert estimate(of).refusal.endswith("Set offload='auto', which keeps on the GPU what it has room for.")
+    assert "offload: auto" in [change.change for change in suggestions(of)]
 
 
 def test_zero_3_is_tried_where_there_are_gpus() -> None:
