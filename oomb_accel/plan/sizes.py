@@ -95,8 +95,7 @@ def mlp_output_bytes(hidden: int, rank: int, itemsize: int) -> int:
 
 
 def head_gradient_bytes(hidden: int, itemsize: int) -> int:
-    """Bytes of the gradient of a target's log-probability with respect to what the head reads, and of the
-    log-probability."""
+    """Bytes of a target's log-probability, and of its gradient with respect to what the head reads."""
     return hidden * itemsize + 4
 
 
