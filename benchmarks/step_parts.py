@@ -142,11 +142,12 @@ def floors(shape: ModelShape, tokens: int, config: OombConfig, rank: int) -> dic
         backward = flops[ceiling.SELECTED, True] / ATTENTION_BACKWARD_FLOPS
         found |= {SELECTED_DQ: backward / 5, SELECTED_DKV: backward * 4 / 5}  # scores and dS are made once
         found[SELECTION] = _score_flops(shape, tokens, config) / FLOOR_FLOPS_PER_SECOND
-    moved = {name: count / MEMORY_BYTES for name, count in _moved_bytes(shape, tokens, forwards, rank).items()}
-    return found | moved
+    loss_forwards = 1 if config.keep_outputs else forwards
+    moved = _moved_bytes(shape, tokens, forwards, loss_forwards, rank)
+    return found | {name: count / MEMORY_BYTES for name, count in moved.items()}
 
 
-def _moved_bytes(shape: ModelShape, tokens: int, forwards: float, rank: int) -> dict[str, float]:
+def _moved_bytes(shape: ModelShape, tokens: int, forwards: float, loss_forwards: float, rank: int) -> dict[str, float]:
     hidden, keys = shape.hidden, shape.num_kv_heads * shape.head_dim
     rotated = shape.num_heads * shape.head_dim + keys
     # Norms read x and write y, backwards dy, x and dx; the activation has gate, up and their product.
@@ -159,7 +160,7 @@ def _moved_bytes(shape: ModelShape, tokens: int, forwards: float, rank: int) -> 
         NORMS: bf16 * norm_numbers,
         SUMS: bf16 * sum_numbers,
         PAGES: bf16 * page_numbers,
-        LOSS: 2 * tokens * shape.vocabulary * (forwards + 2),  # read; backwards read and overwritten
+        LOSS: 2 * tokens * shape.vocabulary * (loss_forwards + 2),  # read; backwards read and overwritten
         OPTIMIZER: 28 * shape.lora_parameters(rank),  # weight, gradient and two moments in fp32; three are written
     }
 

@@ -152,23 +152,23 @@ class CeilingPart:
 def step_work(shape: ModelShape, tokens: int, config: OombConfig, *, trains_all: bool = False) -> list[Work]:
     """All calls of one step on one document, without gradients of weights.
 
-    Attention and the last product of MLPs are recomputed with ``keep_outputs=False``; otherwise the outputs of all
-    chunks count as kept.
+    Attention, the last product of MLPs and the head are recomputed with ``keep_outputs=False``; otherwise outputs and
+    head gradients of all chunks count as kept.
 
     Args:
         shape: of a model without sliding windows and experts.
         tokens: of the document.
         config: with a size of chunks, not ``"auto"``.
-        trains_all: all weights are trained: outputs of MLPs are kept with adapters only.
+        trains_all: all weights are trained: outputs of MLPs and head gradients are kept with adapters only.
     """
     assert config.chunk_tokens != "auto"
     schedule = ChunkSchedule.build(
         [tokens], range(tokens - 1), chunk_tokens=config.chunk_tokens, page_tokens=config.page_tokens
     )
     chunks = [chunk for chunk in schedule.chunks if chunk.num_targets]  # a last one without targets is not run
-    keeps_mlp = bool(config.keep_outputs) and not trains_all
+    keeps_more = bool(config.keep_outputs) and not trains_all
     *others, mlp_output = shape.linears
-    linears = [*((*linear, True) for linear in others), (*mlp_output, not keeps_mlp)]
+    linears = [*((*linear, True) for linear in others), (*mlp_output, not keeps_more)]
     found: Counter[tuple[str, Product | Attention]] = Counter()
     for chunk in chunks:
         recomputes = 1 - (chunk is chunks[-1] and config.keep_last_graph)
@@ -178,7 +178,8 @@ def step_work(shape: ModelShape, tokens: int, config: OombConfig, *, trains_all:
             found[FORWARD, forward] += count * shape.num_layers
             found[RECOMPUTE, forward] += again * recomputes * count * shape.num_layers
             found[GRADIENT, gradient] += count * shape.num_layers
-        found[HEAD, Product(chunk.num_targets, shape.hidden, shape.vocabulary, False)] += 1 + recomputes
+        head_again = 0 if keeps_more else recomputes
+        found[HEAD, Product(chunk.num_targets, shape.hidden, shape.vocabulary, False)] += 1 + head_again
         found[HEAD, Product(chunk.num_targets, shape.hidden, shape.vocabulary, True)] += 1
         for part, keys, causal in _attended(chunk, config):
             attended_again = 0 if config.keep_outputs else recomputes

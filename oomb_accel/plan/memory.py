@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
+from oomb_accel.plan.kept import attention_bytes_per_token, kept_results, repeated_chunks
 from oomb_accel.plan.pages import PageDemand, page_demand
 from oomb_accel.plan.pools import MemoryPlan, plan_memory
 from oomb_accel.plan.sizes import (
@@ -14,8 +15,6 @@ from oomb_accel.plan.sizes import (
     gathered_numbers,
     host_margin,
     in_slabs,
-    mlp_output_bytes,
-    output_bytes,
     page_backward_bytes,
     slab_bytes_for,
 )
@@ -43,6 +42,8 @@ class Memory:
     """Chunks whose attention outputs are kept."""
     kept_mlp: range
     """Chunks for which outputs of the MLPs' last product are kept."""
+    kept_head: range
+    """Chunks whose gradients of the head's input are kept."""
     schedule: ChunkSchedule
 
     @property
@@ -96,16 +97,16 @@ def estimate_memory(job: Job) -> Memory:
     )
     pools = plan.device_value_bytes + plan.device_gradient_bytes
     spare = free - chunk_bytes - pools - demand.resident_bytes
-    kept = _kept_attention(job, schedule, spare, offloads=plan.offloads)
-    kept_bytes = _tokens_of(schedule, kept) * _attention_bytes_per_token(job)
-    reused = longest * _attention_bytes_per_token(job) if kept else 0
-    kept_mlp = _kept_mlp(job, schedule, spare - kept_bytes, offloads=plan.offloads)
+    kept = kept_results(job, schedule, spare, offloads=plan.offloads)
+    reused = longest * attention_bytes_per_token(job) if kept.attention.chunks else 0
+    heads_run_again = len(kept.head.chunks) < len(repeated_chunks(job, schedule))
     device = {
         **standing,
         **_worst_moment(
             job,
             activations,
             logits,
+            logits if heads_run_again else 0,
             workspace,
             reused,
             plan.device_gradient_bytes + demand.sink_gradient_bytes,
@@ -115,8 +116,9 @@ def estimate_memory(job: Job) -> Memory:
         "K and V": plan.device_value_bytes,
         "scales": demand.scale_bytes,
         "page lists": demand.list_bytes,
-        "kept attention outputs": kept_bytes,
-        "kept MLP outputs": _tokens_of(schedule, kept_mlp) * _mlp_bytes_per_token(job),
+        "kept head gradients": kept.head.num_bytes,
+        "kept attention outputs": kept.attention.num_bytes,
+        "kept MLP outputs": kept.mlp.num_bytes,
         "workspace": working,
         "CUDA context": rates.CONTEXT_BYTES,
     }
@@ -124,19 +126,38 @@ def estimate_memory(job: Job) -> Memory:
     least = in_slabs(plan.host_bytes, slab_bytes) if plan.offloads else 0
     most = max(least, min(in_slabs(demand.living_bytes, slab_bytes), pages_budget)) if plan.offloads else 0
     pinned = {**pinned, PAGES_ON_HOST: least}
-    return Memory(device, pinned, pageable, most, demand, plan, kept, kept_mlp, schedule)
+    return Memory(
+        device,
+        pinned,
+        pageable,
+        most,
+        demand,
+        plan,
+        kept=kept.attention.chunks,
+        kept_mlp=kept.mlp.chunks,
+        kept_head=kept.head.chunks,
+        schedule=schedule,
+    )
 
 
 def _worst_moment(
-    job: Job, activations: int, logits: int, workspace: int, reused: int, page_gradients: int, mean_keys: int
+    job: Job,
+    activations: int,
+    logits: int,
+    logits_again: int,
+    workspace: int,
+    reused: int,
+    page_gradients: int,
+    mean_keys: int,
 ) -> dict[str, int]:
     """Activations, logits, page gradients, the workspace of a backward and mean keys when they are most together.
 
     Args:
+        logits_again: of a chunk that runs again.
         reused: kept attention outputs with which a chunk runs again instead of making its own.
     """
     again = activations - reused
-    moments = [(again, logits, page_gradients, 0, 0)]  # a chunk that ran again, before its backward
+    moments = [(again, logits_again, page_gradients, 0, 0)]  # a chunk that ran again, before its backward
     moments.append((again, 0, page_gradients, workspace, 0))  # its last layer's
     if job.keep_last_graph:
         moments.append((activations, logits, 0, 0, mean_keys))  # the last chunk's forward: no page has a gradient
@@ -204,65 +225,6 @@ def activation_bytes_per_token(job: Job) -> int:
 
 def _graph_bytes_per_token(job: Job) -> float:
     return activation_bytes_per_token(job) if job.found is None else job.found.graph_bytes_per_token
-
-
-def _attention_bytes_per_token(job: Job) -> int:
-    """Of attention outputs and LSE, over all layers."""
-    model = job.model
-    return model.num_layers * output_bytes(model.num_heads, model.head_dim, DTYPE_BYTES[job.compute_dtype])
-
-
-def _mlp_bytes_per_token(job: Job) -> int:
-    """Of outputs of the MLPs' last product, over all layers."""
-    model = job.model
-    return model.num_layers * mlp_output_bytes(model.hidden, job.lora_r, DTYPE_BYTES[job.compute_dtype])
-
-
-def _kept_attention(job: Job, schedule: ChunkSchedule, budget_bytes: float, *, offloads: bool) -> range:
-    """Indices of the chunks whose attention outputs are kept.
-
-    Args:
-        budget_bytes: device memory that nothing else needs; may be negative.
-        offloads: whether pages leave the device, which then has no memory to spare.
-    """
-    if job.keep_outputs is True:
-        return range(_repeated_chunks(job, schedule))
-    if job.keep_outputs is False or offloads:
-        return range(0)
-    return _latest_that_fit(job, schedule, _attention_bytes_per_token(job), budget_bytes)
-
-
-def _kept_mlp(job: Job, schedule: ChunkSchedule, budget_bytes: float, *, offloads: bool) -> range:
-    """Indices of the chunks for which outputs of the MLPs' last product are kept. Arguments as above, the budget
-    without attention outputs."""
-    if job.keep_outputs is False or offloads or not _can_keep_mlp(job):
-        return range(0)
-    return _latest_that_fit(job, schedule, _mlp_bytes_per_token(job), budget_bytes)
-
-
-def _can_keep_mlp(job: Job) -> bool:
-    """Whether the last product of MLPs is one with fused LoRA, which can skip it."""
-    return job.lora_r > 0 and not job.model.num_experts
-
-
-def _latest_that_fit(job: Job, schedule: ChunkSchedule, bytes_per_token: int, budget_bytes: float) -> range:
-    """Of the chunks that run again; the latest save the most."""
-    first = end = _repeated_chunks(job, schedule)
-    while first > 0:
-        budget_bytes -= schedule.chunks[first - 1].num_tokens * bytes_per_token
-        if budget_bytes < 0:
-            break
-        first -= 1
-    return range(first, end)
-
-
-def _repeated_chunks(job: Job, schedule: ChunkSchedule) -> int:
-    """How many chunks run again: where the last one's graph is kept, it holds its outputs."""
-    return len(schedule.chunks) - (1 if job.keep_last_graph else 0)
-
-
-def _tokens_of(schedule: ChunkSchedule, indices: range) -> int:
-    return sum(schedule.chunks[index].num_tokens for index in indices)
 
 
 def _training_state(job: Job) -> dict[str, int]:

@@ -75,15 +75,16 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide pages between device and host.
 
-    Everything stays on the device where it fits. Otherwise see `pool_shares`.
+    Everything stays on the device where it fits and may. Otherwise see `pool_shares`.
 
     Args:
         free_device_bytes: what pages, activations and logits may take on the device.
         activation_bytes: estimated or measured, of one chunk with its logits.
         host_budget_bytes: what may be pinned.
         chunk_tokens: of the step, for the message.
-        offload: False refuses what does not fit on the device; otherwise host memory takes it.
-        device_pages_bytes: a limit on both pools together; None takes what is free.
+        offload: False refuses what does not fit on the device; otherwise host memory takes it. With True it also takes
+            what would fit, but for what layers need at once.
+        device_pages_bytes: a limit on both pools together, whatever ``offload`` says; None takes what is free.
         zero_stage: for the message.
 
     Returns:
@@ -94,6 +95,9 @@ def plan_memory(
     room = free_device_bytes - activation_bytes - demand.resident_bytes
     if device_pages_bytes is not None:
         room = min(room, device_pages_bytes)
+    most_room = room
+    if offload is True and device_pages_bytes is None:
+        room = min(room, least)
     if whole <= room:
         return MemoryPlan(demand.value_bytes, demand.gradient_bytes, 0, True, "")
     if offload is False:
@@ -106,7 +110,10 @@ def plan_memory(
         return _refused(demand.least_value_bytes, demand.least_gradient_bytes, 0, *refusal)
     values, gradients, must = _divide(demand, room)
     if must > host_budget_bytes:
-        return _refused(values, gradients, must, *_too_little_host(demand, must, host_budget_bytes, room))
+        what, remedy = _too_little_host(demand, must, host_budget_bytes, room)
+        if _has_room(demand, most_room, host_budget_bytes):
+            remedy = Remedy("offload='auto'", {"offload": "auto"}, "which keeps on the GPU what it has room for")
+        return _refused(values, gradients, must, what, remedy)
     return MemoryPlan(values, gradients, must, True, "")
 
 

@@ -30,9 +30,10 @@ HEAD_DIM = 128
 ELEMENTWISE_TURNS = 3.0
 """How often a forward reads or writes what it keeps for the backward (norms, activations, RoPE, residuals); a backward
 twice as often."""
-ADAPTER_TURNS, FUSED_ADAPTER_TURNS = 3.0, 0.0
-"""How often the output of a linear layer is read or written more when it has an adapter: by PEFT, and within the matrix
-products (`integrations.fused_lora`; 7.30 and 6.86 s at 64K, sparse)."""
+ADAPTER_TURNS = 0.0
+"""How often the output of a linear layer is read or written more when it has an adapter: never, since adapters run
+within the matrix products (`integrations.fused_lora`, also where ZeRO 3 gathers whole layers); three times when PEFT
+ran them (6.86 and 7.30 s at 64K, sparse)."""
 LAYER_PASS_SECONDS = 0.25e-3
 """Of a layer in one pass, whatever its size: launches, small kernels."""
 SPARSE_LAYER_SECONDS = 0.8e-3

@@ -207,7 +207,7 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
         yield f"span_tokens: {_SHORT_SPAN}", replace(job, span_tokens=_SHORT_SPAN)
     if job.attention == "dense" and any(window is None for window in job.model.windows):
         yield "attention: sparse", replace(job, attention="sparse")
-    if job.offload is False:
+    if job.offload != "auto":
         yield "offload: auto", replace(job, offload="auto")
     if job.host_memory_bytes is not None:
         yield "host_memory_gib: auto", replace(job, host_memory_bytes=None)

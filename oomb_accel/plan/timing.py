@@ -50,6 +50,7 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
             repeated=repeated,
             attends_again=repeated and chunk.index not in memory.kept,
             keeps_mlp=chunk.index in memory.kept_mlp,
+            keeps_head=chunk.index in memory.kept_head,
         )
     passes = 3 * num_chunks - (1 if job.keep_last_graph else 0)
     _launching(job, step, passes)
@@ -60,12 +61,19 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
 
 
 def _compute(
-    job: Job, chunk: Chunk, step: StepTime, *, repeated: bool, attends_again: bool, keeps_mlp: bool = False
+    job: Job,
+    chunk: Chunk,
+    step: StepTime,
+    *,
+    repeated: bool,
+    attends_again: bool,
+    keeps_mlp: bool = False,
+    keeps_head: bool = False,
 ) -> None:
     """Add what the GPU computes for a chunk in both sweeps.
 
     Args:
-        keeps_mlp: whether it runs again without the MLPs' last product.
+        keeps_mlp, keeps_head: whether it runs again without the MLPs' last product, and without the head.
     """
     model, tokens, gpu = job.model, chunk.num_tokens, job.gpu
     forwards, attention_forwards = 1 + repeated, 1 + attends_again
@@ -78,15 +86,15 @@ def _compute(
     products = forwards + (1 if job.lora_r else 2)
     matrix = rates.MATRIX * gpu.flops_per_second
     step.parts["linear layers"] += linear * products / matrix
+    if keeps_head:
+        step.parts["linear layers"] -= 2 * chunk.num_targets * model.head_weights / matrix
     if keeps_mlp:
         weights = model.intermediate * model.hidden / faster + job.lora_r * (model.intermediate + model.hidden)
         step.parts["linear layers"] -= 2 * tokens * model.num_layers * weights / matrix
     moved = rates.ELEMENTWISE_TURNS * activation_bytes_per_token(job)
     if job.lora_r:
         outputs = sum(out * count for _, out, count in model.linears) if not model.num_experts else 0
-        # Modules that ZeRO 3 watches are left to PEFT.
-        turns = rates.ADAPTER_TURNS if job.zero_stage == 3 else rates.FUSED_ADAPTER_TURNS
-        moved += turns * 2 * model.num_layers * outputs
+        moved += rates.ADAPTER_TURNS * 2 * model.num_layers * outputs
     step.parts["norms, activations, adapters"] += tokens * moved * (forwards + 2) / gpu.memory_bytes_per_second
     step.parts["launches"] += rates.LAYER_PASS_SECONDS * model.num_layers * (forwards + 1)
 

@@ -15,7 +15,7 @@ from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import Attachment, attachment_of
 from oomb_accel.offload import Offload
 from oomb_accel.pages import PageRooms
-from oomb_accel.plan import Job, estimate, read_shape
+from oomb_accel.plan import Job, estimate, page_demand, plan_memory, read_shape
 from oomb_accel.plan.sizes import GIB, in_slabs, slab_bytes_for
 from oomb_accel.schedule import ChunkSchedule
 from oomb_kernels import backward_workspace_bytes
@@ -61,6 +61,26 @@ def test_the_host_is_asked_for_what_exists_at_one_moment() -> None:
     assert 0.4 * beyond_quotas(found) < found.host_bytes < 0.8 * beyond_quotas(found)
     state.model(**BATCH).loss.backward()
     assert min(state.offload.copied_bytes().values()) > 0
+
+
+def test_offload_leaves_on_the_device_what_the_planner_says() -> None:
+    """But for a page: the planner counts those that lists at random name, the engine those that they can."""
+    model = tiny_model()
+    oomb_accel.enable(model, sparse(q_block=64, top_k=1, span_tokens=8, offload=True))
+    state = attachment_of(model)
+    found, layout = rooms(state), step_memory._layout(state, state.page_shape(sparse=True), torch.float32)
+    planned = plan_memory(
+        page_demand(layout, schedule(state, 800)),
+        free_device_bytes=10**9,
+        activation_bytes=0,
+        host_budget_bytes=10**9,
+        chunk_tokens=state.chunk_tokens,
+        offload=True,
+    )
+    assert found.values is not None and not any(found.values.quotas)
+    ours = found.device_bytes["values"], found.device_bytes["gradients"], found.host_bytes
+    theirs = planned.device_value_bytes, planned.device_gradient_bytes, planned.host_bytes
+    assert ours == pytest.approx(theirs, rel=0.15)
 
 
 def test_in_evaluation_there_are_no_gradients_to_come() -> None:

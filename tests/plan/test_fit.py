@@ -54,6 +54,7 @@ REFUSED = [
     job(tokens=2 * M, **SPARSE),
     job(tokens=3 * M // 2),
     job(tokens=M, offload=False),
+    job(tokens=M // 2, attention="sparse", offload=True, host_bytes=64 * GIB),
     job(tokens=3 * M // 8, keep_outputs=True),
     job(tokens=M // 8, lora_r=0, weights_dtype="float32"),
     job(model="qwen2.5-32b", tokens=M // 8),
@@ -123,6 +124,12 @@ def test_settings_together_and_with_a_larger_machine(of: Job, expected: str) -> 
             assert not estimate(replace(works, **{name: getattr(of, name)})).fits, name
     if works.num_gpus == of.num_gpus and works.host_bytes > of.host_bytes:
         assert not estimate(replace(works, host_bytes=works.host_bytes - 32 * GIB)).fits
+
+
+def test_pages_that_need_not_leave_stay_where_the_host_is_small() -> None:
+    (of,) = [of for of in REFUSED if of.offload is True]
+    assert estimate(of).refusal.endswith("Set offload='auto', which keeps on the GPU what it has room for.")
+    assert "offload: auto" in [change.change for change in suggestions(of)]
 
 
 def test_zero_3_is_tried_where_there_are_gpus() -> None:
@@ -259,6 +266,13 @@ def test_the_sparse_backward_works_in_memory_that_logits_have_left(keep_last_gra
     )
     dense = estimate(replace(of, attention="dense", model=replace(shape, vocabulary=1000))).memory.device
     assert dense["workspace of the sparse backward"] == 0
+
+
+def test_adapters_run_within_the_products_under_zero_3_too() -> None:
+    """Whole layers are gathered there, so that nobody watches a single module."""
+    of = job(tokens=M // 8)
+    parts = [estimate(replace(of, zero_stage=stage)).time.parts for stage in (2, 3)]
+    assert parts[0]["norms, activations, adapters"] == parts[1]["norms, activations, adapters"]
 
 
 def test_windows_cost_their_window() -> None:

@@ -1,4 +1,4 @@
-"""Outputs that are kept for the recompute: which chunks', how many bytes, and what they save."""
+"""What is kept for the recompute: which chunks', how many bytes, and what it saves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 
 from oomb_accel.plan import Estimate, Job, estimate, read_shape
 from oomb_accel.plan.memory import Memory, activation_bytes_per_token, estimate_memory
-from oomb_accel.plan.sizes import GIB, mlp_output_bytes
+from oomb_accel.plan.sizes import GIB, head_gradient_bytes, mlp_output_bytes
 
 M = 1 << 20
 ATTENTION, MLP = 28 * 28 * (128 * 2 + 4), 28 * 2 * (3584 + 16)
 """Bytes per token of the 7B in bf16, r=16."""
+HEAD = 3584 * 2 + 4
+"""Bytes per target."""
 DOWN, ADAPTER = 28 * 18944 * 3584, 28 * 16 * (18944 + 3584)
 """Numbers of the last products' weights and of their adapters."""
 
@@ -22,33 +24,55 @@ def job(tokens: int = M // 8, model: str = "qwen2.5-7b", **changes: Any) -> Job:
     return Job(model=read_shape(model), tokens=tokens, **changes)
 
 
-def kept(found: Estimate) -> tuple[list[int], list[int]]:
-    return list(found.memory.kept), list(found.memory.kept_mlp)
+def kept(found: Estimate) -> tuple[list[int], list[int], list[int]]:
+    """Head gradients, attention outputs, MLP outputs."""
+    memory = found.memory
+    return list(memory.kept_head), list(memory.kept), list(memory.kept_mlp)
 
 
-def test_all_outputs_where_there_is_room() -> None:
-    """But those of the last chunk, whose graph holds them; MLP outputs are no part of a graph."""
+def test_all_where_there_is_room() -> None:
+    """But not of the last chunk, whose graph holds its outputs, and whose own head gradient is made with it."""
     found = estimate(job())
-    assert kept(found) == (list(range(15)),) * 2
+    assert kept(found) == (list(range(15)),) * 3
     device = found.memory.device
-    activations = 8192 * (activation_bytes_per_token(job()) - ATTENTION)
-    assert device["activations of one chunk"] == activations
+    assert device["kept head gradients"] == 15 * 8192 * HEAD
     assert device["kept attention outputs"] == 15 * 8192 * ATTENTION
     assert device["kept MLP outputs"] == 15 * 8192 * MLP
-    assert found.as_dict()["kept_chunks"] == found.as_dict()["kept_mlp_chunks"] == 15
+    counts = {found.as_dict()[f"kept_{what}chunks"] for what in ("", "mlp_", "head_")}
+    assert counts == {15}
     again = estimate(job(keep_last_graph=False))
-    assert kept(again) == (list(range(16)),) * 2
+    assert kept(again) == (list(range(16)),) * 3
+    assert again.memory.device["kept head gradients"] == (M // 8 - 1) * HEAD, "the last token is no target"
     single = estimate(job(8192))
-    assert kept(single) == ([], [])
+    assert kept(single) == ([], [], [])
+
+
+def test_chunks_that_run_again_without_the_head_have_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the last chunk is the worst moment, which makes its own attention outputs. One that needs the head is enough
+    to have them."""
+    of = job()
+    graph, logits = 8192 * activation_bytes_per_token(of), 8192 * 152064 * 2
+
+    def worst(of: Job) -> tuple[int, int]:
+        device = estimate_memory(of).device
+        return device["activations of one chunk"], device["logits of one chunk"]
+
+    assert worst(of) == (graph, 0)
+    smaller = [replace(of, gpu=replace(of.gpu, memory_bytes=n * GIB // 2)) for n in range(120, 240)]
+    few = next(of for of in smaller if estimate_memory(of).kept_head)
+    assert len(estimate_memory(few).kept_head) < 15 and worst(few) == (graph, logits)
+    monkeypatch.setattr("oomb_accel.plan.kept._can_keep_head", lambda job: False)
+    assert worst(of) == (graph - 8192 * ATTENTION, logits)
 
 
 def test_the_size_of_a_number_counts() -> None:
-    assert mlp_output_bytes(3584, 16, 2) * 28 == MLP
+    assert mlp_output_bytes(3584, 16, 2) * 28 == MLP and head_gradient_bytes(3584, 2) == HEAD
     wide = estimate(job(M // 32, weights_dtype="float32", compute_dtype="float32", lora_r=8)).memory
     assert wide.device["kept MLP outputs"] == 3 * 8192 * 28 * 4 * (3584 + 8)
+    assert wide.device["kept head gradients"] == 3 * 8192 * (4 * 3584 + 4)
 
 
-def test_attention_outputs_come_first_and_the_latest_of_each() -> None:
+def test_head_gradients_come_first_then_attention_outputs_and_the_latest_of_each() -> None:
     """From the least GPU with room for all attention outputs on, each chunk's MLP outputs more are kept when they
     fit. 6 % of a GPU are never planned for."""
     of = job(M // 4, page_grad_dtype="bfloat16")
@@ -61,28 +85,41 @@ def test_attention_outputs_come_first_and_the_latest_of_each() -> None:
         middle = (low + high) // 2
         low, high = (low, middle) if len(on(middle).kept) == 31 else (middle, high)
     assert on(low).kept == range(1, 31) and on(high).kept == range(31) and not on(high).kept_mlp
+    assert on(low).kept_head == range(31)
     for chunks in (1, 5):
         least = high + round(chunks * 8192 * MLP / 0.94)
         assert on(least + 2).kept_mlp == range(31 - chunks, 31)
         assert on(least - 2).kept_mlp == range(32 - chunks, 31) and on(least + 2).kept == range(31)
-    short = on(low, keep_outputs=True)
-    assert short.kept == range(31) and not short.kept_mlp
+        least = high - round((31 * 8192 * ATTENTION + (31 - chunks) * 8192 * HEAD) / 0.94)
+        assert on(least + 2).kept_head == range(31 - chunks, 31) and not on(least + 2).kept
+        assert on(least - 2).kept_head == range(32 - chunks, 31)
+        asked = high - round((31 - chunks) * 8192 * HEAD / 0.94)
+        assert on(asked + 2, keep_outputs=True).kept_head == range(31 - chunks, 31)
+        assert on(asked - 2, keep_outputs=True).kept_head == range(32 - chunks, 31)
+        assert on(asked, keep_outputs=True).kept == range(31) and not on(asked, keep_outputs=True).kept_mlp
+    whole = on(high + round(8192 * MLP / 0.94) + 2, keep_outputs=True)
+    assert (whole.kept_head, whole.kept_mlp) == (range(31), range(30, 31))
 
 
 def test_what_the_setting_says() -> None:
-    assert kept(estimate(job(keep_outputs=False))) == ([], [])
+    assert kept(estimate(job(keep_outputs=False))) == ([], [], [])
     assert kept(estimate(job(keep_outputs=True))) == kept(estimate(job()))
 
 
-@pytest.mark.parametrize("changes", [{"lora_r": 0}, {"model": "qwen3-30b-a3b", "tokens": M // 32}], ids=str)
-def test_no_mlp_outputs_without_fused_lora(changes: dict[str, Any]) -> None:
-    """Of experts' products LoRA has none."""
+@pytest.mark.parametrize(
+    ("changes", "has_head"), [({"lora_r": 0}, False), ({"model": "qwen3-30b-a3b", "tokens": M // 32}, True)], ids=str
+)
+def test_no_mlp_outputs_without_fused_lora(changes: dict[str, Any], has_head: bool) -> None:
+    """Of experts' products LoRA has none; their head is frozen all the same."""
     found = estimate(job(**changes))
     assert found.memory.kept and not found.memory.kept_mlp and found.memory.device["kept MLP outputs"] == 0
+    assert bool(found.memory.kept_head) == has_head == bool(found.memory.device["kept head gradients"])
 
 
-def test_zero_3_keeps_them_too() -> None:
-    assert estimate(job(zero_stage=3, num_gpus=2)).memory.kept_mlp == range(15)
+@pytest.mark.parametrize(("stage", "heads"), [(2, 15), (3, 0)])
+def test_zero_3_keeps_outputs_but_no_head_gradients(stage: int, heads: int) -> None:
+    memory = estimate(job(zero_stage=stage, num_gpus=2)).memory
+    assert (len(memory.kept), len(memory.kept_mlp), len(memory.kept_head)) == (15, 15, heads)
 
 
 @pytest.mark.parametrize(("keep_outputs", "chunks"), [("auto", 0), (True, 31)])
@@ -90,7 +127,7 @@ def test_while_pages_leave_there_is_no_memory_to_spare(keep_outputs: Any, chunks
     """Also where settings leave a part of the device alone, as the engine does it."""
     found = estimate(job(M // 4, keep_outputs=keep_outputs, page_grad_dtype="bfloat16", device_pages_bytes=4 * GIB))
     assert found.memory.plan.offloads
-    assert (len(found.memory.kept), len(found.memory.kept_mlp)) == (chunks, 0)
+    assert [len(of_kind) for of_kind in kept(found)] == [0, chunks, 0]
 
 
 @pytest.mark.parametrize(("base_dtype", "faster"), [("model", 1), ("float8", 1.65)])
@@ -99,10 +136,23 @@ def test_the_recompute_skips_the_last_product(base_dtype: Any, faster: float, mo
     of = job(attention="sparse", page_grad_dtype="bfloat16", base_dtype=base_dtype)
     with_mlp = estimate(of)
     assert len(with_mlp.memory.kept_mlp) == 15
-    monkeypatch.setattr("oomb_accel.plan.memory._can_keep_mlp", lambda job: False)
+    monkeypatch.setattr("oomb_accel.plan.kept._can_keep_mlp", lambda job: False)
     without = estimate(of)
     assert without.memory.kept == with_mlp.memory.kept and not without.memory.kept_mlp
     gained = {part: seconds - with_mlp.time.parts[part] for part, seconds in without.time.parts.items()}
     seconds = 2 * 15 * 8192 * (DOWN / faster + ADAPTER) / 650e12
     assert gained.pop("linear layers") == pytest.approx(seconds)
+    assert set(gained.values()) == {0.0}
+
+
+def test_the_recompute_skips_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of three products, of the targets of the chunks that are kept; in bf16 whatever the base is in."""
+    of = job(attention="sparse", page_grad_dtype="bfloat16", base_dtype="float8", keep_last_graph=False)
+    with_head = estimate(of)
+    assert with_head.memory.kept_head == range(16)
+    monkeypatch.setattr("oomb_accel.plan.kept._can_keep_head", lambda job: False)
+    without = estimate(of)
+    assert not without.memory.kept_head and without.memory.kept_mlp == with_head.memory.kept_mlp
+    gained = {part: seconds - with_head.time.parts[part] for part, seconds in without.time.parts.items()}
+    assert gained.pop("linear layers") == pytest.approx(2 * (M // 8 - 1) * 152064 * 3584 / 650e12)
     assert set(gained.values()) == {0.0}

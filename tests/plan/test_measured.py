@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from oomb_accel.plan import Estimate, Job, estimate, memory, rates, read_shape
+from oomb_accel.plan import Estimate, Job, estimate, kept, memory, rates, read_shape
 from oomb_accel.plan.sizes import GIB
 
 ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "measured.json").read_text(encoding="utf-8"))["rows"]
@@ -21,11 +21,12 @@ def estimated(row: dict[str, Any], **settings: Any) -> Estimate:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rates, "LOGIT_COPIES", row.get("logit_copies", rates.LOGIT_COPIES))
         if row.get("plain_lora"):
-            patch.setattr(rates, "FUSED_ADAPTER_TURNS", rates.ADAPTER_TURNS)
+            patch.setattr(rates, "ADAPTER_TURNS", 3.0)
         if row.get("whole_model_gathered"):
             patch.setattr(memory, "gathered_numbers", lambda total, largest: total)
-        if row.get("no_kept_mlp"):
-            patch.setattr(memory, "_can_keep_mlp", lambda job: False)
+        if row.get("attention_outputs_only"):
+            patch.setattr(kept, "_can_keep_mlp", lambda job: False)
+            patch.setattr(kept, "_can_keep_head", lambda job: False)
         return estimate(Job(model=read_shape(row["model"]), tokens=row["tokens"], **row["job"], **settings))
 
 
@@ -95,10 +96,13 @@ def test_every_row_fits_as_it_did() -> None:
     assert [row["row"] for row in ROWS if not estimated(row).fits] == []
 
 
-def test_rows_that_say_so_would_keep_mlp_outputs_now() -> None:
-    marked = [row for row in ROWS if row.get("no_kept_mlp")]
-    assert marked and not any(estimated(row).memory.kept_mlp for row in marked)
-    assert all(estimated({**row, "no_kept_mlp": False}).memory.kept_mlp for row in marked)
+def test_rows_that_say_so_would_keep_more_now() -> None:
+    """Gradients of the head, or under ZeRO 3 outputs of MLPs."""
+    marked = [row for row in ROWS if row.get("attention_outputs_only")]
+    then, now = ([estimated(row | {"attention_outputs_only": mark}).memory for row in marked] for mark in (True, False))
+    assert marked and not any(memory.kept_mlp or memory.kept_head for memory in then)
+    assert [bool(memory.kept_head) for memory in now] == [row["job"].get("zero_stage") != 3 for row in marked]
+    assert all(memory.kept_mlp or memory.kept_head for memory in now)
 
 
 def test_a_wrong_estimate_would_be_noticed() -> None:

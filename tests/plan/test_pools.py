@@ -91,6 +91,26 @@ def test_without_offload() -> None:
     assert found.message.splitlines()[2] == "  Set offload='auto', which keeps the rest in host memory."
 
 
+def test_offload_leaves_what_layers_need_at_once() -> None:
+    """Of pages that would fit, too; but a limit is a limit, and what is no more than they need stays."""
+    pages = demand(30 * GIB, 60 * GIB, most_bytes=80 * GIB)
+    found = plan(pages, 200 * GIB, offload=True)
+    assert (found.device_value_bytes, found.device_gradient_bytes, found.host_bytes) == (2 * GIB, 2 * GIB, 80 * GIB)
+    limited = plan(pages, 200 * GIB, offload=True, device_pages_bytes=40 * GIB)
+    assert limited == plan(pages, 200 * GIB, device_pages_bytes=40 * GIB) and limited.device_value_bytes == 30 * GIB
+    assert not plan(demand(2 * GIB, GIB), 200 * GIB, offload=True).offloads
+
+
+def test_offload_that_the_host_has_no_room_for() -> None:
+    pages = demand(30 * GIB, 60 * GIB)
+    found = plan(pages, 200 * GIB, host=80 * GIB, offload=True)
+    assert not found.fits and "90.0 GiB are needed beside 4.0 GiB on the GPU" in found.message
+    assert found.message.splitlines()[2] == "  Set offload='auto', which keeps on the GPU what it has room for."
+    assert plan(pages, 200 * GIB, host=80 * GIB).fits
+    neither = plan(pages, 14 * GIB, host=70 * GIB, offload=True)
+    assert not neither.fits and "offload" not in neither.message
+
+
 def test_too_small_a_device_names_a_chunk_that_fits() -> None:
     pages = demand(60 * GIB, 60 * GIB)
     found = plan(pages, 33 * GIB, activation_bytes=40 * GIB)

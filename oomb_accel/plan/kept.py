@@ -1,0 +1,91 @@
+"""What is kept of chunks for the recompute, which then skips what makes it: of which chunks, and how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from oomb_accel.plan.job import Job
+from oomb_accel.plan.sizes import DTYPE_BYTES, head_gradient_bytes, mlp_output_bytes, output_bytes
+from oomb_accel.schedule import Chunk, ChunkSchedule
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One kind of result."""
+
+    chunks: range = range(0)
+    """Indices: the latest, which save the most."""
+    num_bytes: int = 0
+
+
+class KeptResults(NamedTuple):
+    """Of the chunks that run again: gradients of log-probabilities with respect to what the head reads, attention
+    outputs with LSE, and outputs of the MLPs' last product."""
+
+    head: Kept
+    attention: Kept
+    mlp: Kept
+
+
+def kept_results(job: Job, schedule: ChunkSchedule, budget_bytes: float, *, offloads: bool) -> KeptResults:
+    """What a step keeps. Gradients of the head save the most for their bytes, outputs of MLPs the least.
+
+    Args:
+        budget_bytes: device memory that nothing else needs; may be negative.
+        offloads: whether pages leave the device, which then has no memory to spare.
+    """
+    chunks = repeated_chunks(job, schedule)
+    outputs = [chunk.num_tokens * attention_bytes_per_token(job) for chunk in chunks]
+    head, attention, mlp = Kept(), Kept(), Kept()
+    if job.keep_outputs is True:
+        attention = Kept(range(len(chunks)), sum(outputs))
+    if job.keep_outputs is not False and not offloads:
+        if _can_keep_head(job):
+            of_target = head_gradient_bytes(job.model.hidden, DTYPE_BYTES[job.compute_dtype])
+            sizes = [chunk.num_targets * of_target for chunk in chunks]
+            head = _latest_that_fit(sizes, budget_bytes - attention.num_bytes)
+        if job.keep_outputs == "auto":
+            attention = _latest_that_fit(outputs, budget_bytes - head.num_bytes)
+        if _can_keep_mlp(job):
+            sizes = [chunk.num_tokens * _mlp_bytes_per_token(job) for chunk in chunks]
+            mlp = _latest_that_fit(sizes, budget_bytes - head.num_bytes - attention.num_bytes)
+    return KeptResults(head, attention, mlp)
+
+
+def repeated_chunks(job: Job, schedule: ChunkSchedule) -> Sequence[Chunk]:
+    """Chunks that run again: where the last one's graph is kept, it holds its outputs."""
+    return schedule.chunks[:-1] if job.keep_last_graph else schedule.chunks
+
+
+def attention_bytes_per_token(job: Job) -> int:
+    """Of attention outputs and LSE, over all layers."""
+    model = job.model
+    return model.num_layers * output_bytes(model.num_heads, model.head_dim, DTYPE_BYTES[job.compute_dtype])
+
+
+def _mlp_bytes_per_token(job: Job) -> int:
+    """Of outputs of the MLPs' last product, over all layers."""
+    model = job.model
+    return model.num_layers * mlp_output_bytes(model.hidden, job.lora_r, DTYPE_BYTES[job.compute_dtype])
+
+
+def _can_keep_head(job: Job) -> bool:
+    """Whether the head is frozen, and there whenever it is wanted. Models that change logits behind their head are not
+    told apart."""
+    return job.lora_r > 0 and job.zero_stage != 3
+
+
+def _can_keep_mlp(job: Job) -> bool:
+    """Whether the last product of MLPs is one with fused LoRA, which can skip it."""
+    return job.lora_r > 0 and not job.model.num_experts
+
+
+def _latest_that_fit(sizes: Sequence[int], budget_bytes: float) -> Kept:
+    """Of chunks with so many bytes each."""
+    first, num_bytes = len(sizes), 0
+    while first > 0 and num_bytes + sizes[first - 1] <= budget_bytes:
+        first -= 1
+        num_bytes += sizes[first]
+    return Kept(range(first, len(sizes)), num_bytes)
