@@ -46,7 +46,7 @@ def describe(state: Attachment) -> str:
         f"{trainable:,} of {total:,} parameters trainable",
         f"  chunks     {_chunk(state)}, pages {config.page_tokens}{stored}, "
         f"spans {config.span_tokens:,}; page gradients {state.settled.page_grad_dtype}; "
-        f"attention outputs kept: {config.keep_outputs}",
+        f"outputs kept: {config.keep_outputs}",
         f"  attention  {config.attention}: {_backends(state)}",
         *([f"  selection  {_selection(state)}"] if state.sparse_layers else []),
         *([f"  base       {_float8_base(state.float8_base, state.base)}"] if state.float8_base is not None else []),
