@@ -4,10 +4,12 @@ bound a late one."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
+from oomb_accel.plan.kept import block_ends
 from oomb_accel.plan.memory import Memory, activation_bytes_per_token
 from oomb_accel.plan.sizes import parts_of
 from oomb_accel.schedule import Chunk
@@ -40,6 +42,7 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
     """Time of a step whose memory is planned."""
     step = StepTime()
     num_chunks = len(memory.schedule.chunks)
+    kept = {"mlp": memory.kept_mlp, "o_proj": memory.kept_o_proj}
     for chunk in memory.schedule.chunks:
         last = chunk.index == num_chunks - 1
         repeated = not (last and job.keep_last_graph)
@@ -49,7 +52,7 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
             step,
             repeated=repeated,
             attends_again=repeated and chunk.index not in memory.kept,
-            keeps_mlp=chunk.index in memory.kept_mlp,
+            skipped=[end for kind, end in block_ends(job).items() if chunk.index in kept[kind]],
             keeps_head=chunk.index in memory.kept_head,
         )
     passes = 3 * num_chunks - (1 if job.keep_last_graph else 0)
@@ -67,13 +70,14 @@ def _compute(
     *,
     repeated: bool,
     attends_again: bool,
-    keeps_mlp: bool = False,
+    skipped: Sequence[int] = (),
     keeps_head: bool = False,
 ) -> None:
     """Add what the GPU computes for a chunk in both sweeps.
 
     Args:
-        keeps_mlp, keeps_head: whether it runs again without the MLPs' last product, and without the head.
+        skipped: inputs of the products of each layer without which it runs again, see `block_ends`.
+        keeps_head: whether it runs again without the head.
     """
     model, tokens, gpu = job.model, chunk.num_tokens, job.gpu
     forwards, attention_forwards = 1 + repeated, 1 + attends_again
@@ -88,8 +92,8 @@ def _compute(
     step.parts["linear layers"] += linear * products / matrix
     if keeps_head:
         step.parts["linear layers"] -= 2 * chunk.num_targets * model.head_weights / matrix
-    if keeps_mlp:
-        weights = model.intermediate * model.hidden / faster + job.lora_r * (model.intermediate + model.hidden)
+    for inputs in skipped:
+        weights = inputs * model.hidden / faster + job.lora_r * (inputs + model.hidden)
         step.parts["linear layers"] -= 2 * tokens * model.num_layers * weights / matrix
     moved = rates.ELEMENTWISE_TURNS * activation_bytes_per_token(job)
     if job.lora_r:
