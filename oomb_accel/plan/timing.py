@@ -56,8 +56,9 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
             keeps_head=chunk.index in memory.kept_head,
         )
     passes = 3 * num_chunks - (1 if job.keep_last_graph else 0)
-    _launching(job, step, passes)
-    _transfers(job, memory, step)
+    of_host = _launch_seconds(job, passes)
+    step.parts["launches"] += max(0.0, of_host - step.seconds)
+    _transfers(job, memory, step, of_host)
     _zero(job, step, passes)
     _optimizer(job, step)
     return step
@@ -121,10 +122,10 @@ def _compute(
         step.parts["selection of pages"] += layers * scores / (rates.SCORING * peak)
 
 
-def _launching(job: Job, step: StepTime, passes: int) -> None:
-    """What is quicker to compute than to launch takes as long as launching does."""
+def _launch_seconds(job: Job, passes: int) -> float:
+    """Of the host: what is quicker to compute than to launch takes as long as launching does."""
     per_layer = rates.HOST_ADAPTER_PASS_SECONDS if job.lora_r else rates.HOST_PASS_SECONDS
-    step.parts["launches"] += max(0.0, per_layer * job.model.num_layers * passes - step.seconds)
+    return per_layer * job.model.num_layers * passes
 
 
 def attended_pairs(job: Job, chunk: Chunk) -> tuple[float, float, float]:
@@ -147,13 +148,16 @@ def attended_pairs(job: Job, chunk: Chunk) -> tuple[float, float, float]:
     return own, dense, selected
 
 
-def _transfers(job: Job, memory: Memory, step: StepTime) -> None:
+def _transfers(job: Job, memory: Memory, step: StepTime, launching: float) -> None:
     """Bytes between host and device, and how long the GPU waits for them.
 
     What a chunk needs of the pages that exist is absent in the proportion in which they exceed the pool. Copies of each
     direction run beside the computation; in the forward sweep of sparse layers only beside the attention of the chunk
-    to itself, since before that nobody knows which pages are wanted. What sparse layers lose beside waiting is the
-    host's time.
+    to itself, since before that nobody knows which pages are wanted. The host's work for pages in sparse layers runs
+    beside the computation as far as launching leaves it time.
+
+    Args:
+        launching: seconds of the host.
     """
     plan, schedule, layout = memory.plan, memory.schedule, job.pages
     if not plan.offloads or not schedule.num_pages:
@@ -197,7 +201,7 @@ def _transfers(job: Job, memory: Memory, step: StepTime) -> None:
             moved = (read + written + read_again) / value_record + dirty * (had + 1) / gradient_record
             by_host += sparse * (num_layers * rates.HOST_LAYER_SECONDS + moved * rates.HOST_RECORD_SECONDS)
     step.parts["waiting for host memory"] = waiting
-    step.parts["host's work for pages"] = by_host
+    step.parts["host's work for pages"] = max(0.0, by_host - (compute - launching))
 
 
 def _share_of_time(job: Job, chunk: Chunk) -> float:
