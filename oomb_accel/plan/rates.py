@@ -12,7 +12,9 @@ from oomb_accel.plan.sizes import GIB
 
 # Shares of a GPU's peak of matrix products.
 MATRIX = 650 / 989
-"""Matrix products of linear layers and head, adapters beside them."""
+"""Matrix products of linear layers and head, where all weights are trained."""
+ADAPTED_MATRIX = 690 / 989
+"""The same with frozen weights, adapters beside them (6.62 s at 64K, sparse, nothing kept); 650 when PEFT ran them."""
 FLOAT8 = 1.65
 """How much faster base products in 8 bits are, with quantising (`oomb bench step`: 5.26 s, not 6.73)."""
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 573 / 989, 505 / 989

@@ -89,7 +89,7 @@ def _compute(
     linear = 2 * tokens * base + 2 * chunk.num_targets * model.head_weights
     linear += 2 * tokens * model.lora_parameters(job.lora_r)
     products = forwards + (1 if job.lora_r else 2)
-    matrix = rates.MATRIX * gpu.flops_per_second
+    matrix = (rates.ADAPTED_MATRIX if job.lora_r else rates.MATRIX) * gpu.flops_per_second
     step.parts["linear layers"] += linear * products / matrix
     if keeps_head:
         step.parts["linear layers"] -= 2 * chunk.num_targets * model.head_weights / matrix

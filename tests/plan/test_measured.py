@@ -22,6 +22,7 @@ def estimated(row: dict[str, Any], **settings: Any) -> Estimate:
         patch.setattr(rates, "LOGIT_COPIES", row.get("logit_copies", rates.LOGIT_COPIES))
         if row.get("plain_lora"):
             patch.setattr(rates, "ADAPTER_TURNS", 3.0)
+            patch.setattr(rates, "ADAPTED_MATRIX", rates.MATRIX)
         if row.get("whole_model_gathered"):
             patch.setattr(memory, "gathered_numbers", lambda total, largest: total)
         if row.get("attention_outputs_only"):
