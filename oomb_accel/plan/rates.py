@@ -46,9 +46,8 @@ HOST_PASS_SECONDS, HOST_ADAPTER_PASS_SECONDS = 3.2e-3, 5.6e-3
 operation of torch)."""
 HOST_LAYER_SECONDS, HOST_RECORD_SECONDS = 0.7e-3, 0.47e-6
 """What the host does for pages in a sparse layer of a chunk while some are away, and for each record that moves: three
-steps with lists at random that waited for it (docs/benchmarks.md, pages in host memory). Copies are handed over in calls
-of 64 now, and it runs beside the computation: 256K take 27.99 s with a seventh of the pages on the device, 27.7 with
-all."""
+steps with lists at random that waited for it (docs/benchmarks.md). Copies are handed over in calls of 64 now, and it
+runs beside the computation: 256K take 27.99 s with a seventh of the pages on the device, 27.7 with all."""
 
 ZERO3_LAYER_SECONDS = 0.75e-3
 """What DeepSpeed's hooks add to a layer in one pass."""
