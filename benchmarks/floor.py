@@ -31,7 +31,7 @@ def floor_seconds(shape: ModelShape, tokens: int, config: OombConfig, *, trains_
     """Floor of one step: matrix products of base weights and head, and attention, all at the rate of the former.
 
     With LoRA the adapters themselves are not counted. Outputs and head gradients are kept for all chunks, or with
-    ``keep_outputs=False`` for none; those of MLPs and of the head with adapters only.
+    ``keep_outputs=False`` for none; those of products and of the head with adapters only.
 
     Args:
         config: of the peer one that recomputes everything, see `peer_config`.

@@ -126,8 +126,9 @@ def floors(shape: ModelShape, tokens: int, config: OombConfig, rank: int) -> dic
     whole = step_flops(shape, tokens, replace(config, keep_outputs=False))
     forwards = 1 + whole[ceiling.RECOMPUTE, False] / whole[ceiling.FORWARD, False]
     adapters = shape.lora_parameters(rank) * (forwards + 2)
-    if config.keep_outputs:  # those of the MLPs' last product do not run again
-        adapters -= shape.num_layers * rank * (shape.intermediate + shape.hidden) * (forwards - 1)
+    if config.keep_outputs:  # those of the last product of attention and of the MLP do not run again
+        ends = shape.num_heads * shape.head_dim + shape.intermediate + 2 * shape.hidden
+        adapters -= shape.num_layers * rank * ends * (forwards - 1)
     base = sum(flops[part, False] for part in (ceiling.FORWARD, ceiling.RECOMPUTE, ceiling.GRADIENT))
     found = {
         BASE: base / FLOOR_FLOPS_PER_SECOND,

@@ -18,7 +18,8 @@ from oomb_accel.plan.shape import shape_of
 QWEN = shape_of(SHAPES["qwen2.5-7b"], "qwen2.5-7b")
 SPARSE = OombConfig(chunk_tokens=8192, attention="sparse", top_k=16, keep_outputs=False)
 BASE = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
-DOWN = 28 * 3584 * 18944
+ENDS = 28 * 3584 * (18944 + 3584)
+"""Weights of the last products of MLPs and of attention."""
 HEAD = 152064 * 3584
 PAIR = 4 * 3584 * 28
 """Operations of attention for a query and a key, in all layers."""
@@ -34,9 +35,9 @@ def test_floor_of_a_sparse_step() -> None:
 
 @pytest.mark.parametrize(("kept", "attended", "skipped"), [(False, 3.5 + (7 / 8) ** 2, 0), ("auto", 3.5, 7 / 8)])
 def test_floor_of_a_dense_step(kept: Any, attended: float, skipped: float) -> None:
-    """Where outputs are kept, the last product of MLPs and the head run again as little as attention does."""
+    """Where outputs are kept, the last products of MLPs and attention and the head run again as little as attention."""
     found = floor_seconds(QWEN, TOKENS, OombConfig(chunk_tokens=CHUNK, keep_outputs=kept))
-    products = (BASE + HEAD) * (3 - 1 / 8) - (DOWN + HEAD) * skipped
+    products = (BASE + HEAD) * (3 - 1 / 8) - (ENDS + HEAD) * skipped
     least = (2.0 * products * TOKENS + PAIR * TOKENS**2 / 2 * attended) / 700e12
     assert found == pytest.approx(least, rel=1e-4)
 
@@ -49,10 +50,10 @@ def test_the_peer_runs_everything_again() -> None:
 
 @pytest.mark.parametrize(("kept", "again"), [(False, 0), ("auto", 7 / 8)])
 def test_gradients_of_all_weights_are_another_forward(kept: Any, again: float) -> None:
-    """And neither outputs of MLPs nor gradients of the head are kept."""
+    """And neither outputs of products nor gradients of the head are kept."""
     config = OombConfig(chunk_tokens=CHUNK, keep_outputs=kept)
     more = floor_seconds(QWEN, TOKENS, config, trains_all=True) - floor_seconds(QWEN, TOKENS, config)
-    assert more == pytest.approx(2 * (BASE + HEAD + (DOWN + HEAD) * again) * TOKENS / 700e12, rel=1e-4)
+    assert more == pytest.approx(2 * (BASE + HEAD + (ENDS + HEAD) * again) * TOKENS / 700e12, rel=1e-4)
 
 
 def test_base_products_in_8_bits_take_half_the_time() -> None:
@@ -65,14 +66,14 @@ def test_base_products_in_8_bits_take_half_the_time() -> None:
 
 
 def test_parts_that_outputs_do_not_save() -> None:
-    """Kept, they save attention, the last product of MLPs with its adapter, and the head with the loss, for seven
-    chunks of eight."""
+    """Kept, they save attention, the last products of it and of MLPs with their adapters, and the head with the loss,
+    for seven chunks of eight."""
     without, kept = (
         floors(QWEN, TOKENS, dataclasses.replace(SPARSE, keep_outputs=keep), 16) for keep in (False, "auto")
     )
     saved = {part: seconds - kept[part] for part, seconds in without.items() if seconds != pytest.approx(kept[part])}
-    assert saved.pop(step_parts.BASE) == pytest.approx(2 * DOWN * TOKENS * 7 / 8 / 700e12)
-    assert saved.pop(step_parts.LORA) == pytest.approx(2 * 28 * 16 * (3584 + 18944) * TOKENS * 7 / 8 / 700e12)
+    assert saved.pop(step_parts.BASE) == pytest.approx(2 * ENDS * TOKENS * 7 / 8 / 700e12)
+    assert saved.pop(step_parts.LORA) == pytest.approx(2 * 28 * 16 * (3 * 3584 + 18944) * TOKENS * 7 / 8 / 700e12)
     assert saved.pop(step_parts.HEAD) == pytest.approx(2 * HEAD * TOKENS * 7 / 8 / 700e12, rel=1e-4)
     assert saved.pop(step_parts.LOSS) == pytest.approx(2 * 152064 * TOKENS * 7 / 8 / step_parts.MEMORY_BYTES)
     assert set(saved) == {step_parts.LOCAL_FORWARD, step_parts.SELECTED_FORWARD}

@@ -152,14 +152,14 @@ class CeilingPart:
 def step_work(shape: ModelShape, tokens: int, config: OombConfig, *, trains_all: bool = False) -> list[Work]:
     """All calls of one step on one document, without gradients of weights.
 
-    Attention, the last product of MLPs and the head are recomputed with ``keep_outputs=False``; otherwise outputs and
-    head gradients of all chunks count as kept.
+    Attention, its last product, that of MLPs and the head are recomputed with ``keep_outputs=False``; otherwise outputs
+    and head gradients of all chunks count as kept.
 
     Args:
         shape: of a model without sliding windows and experts.
         tokens: of the document.
         config: with a size of chunks, not ``"auto"``.
-        trains_all: all weights are trained: outputs of MLPs and head gradients are kept with adapters only.
+        trains_all: all weights are trained: outputs of products and head gradients are kept with adapters only.
     """
     assert config.chunk_tokens != "auto"
     schedule = ChunkSchedule.build(
@@ -167,8 +167,9 @@ def step_work(shape: ModelShape, tokens: int, config: OombConfig, *, trains_all:
     )
     chunks = [chunk for chunk in schedule.chunks if chunk.num_targets]  # a last one without targets is not run
     keeps_more = bool(config.keep_outputs) and not trains_all
-    *others, mlp_output = shape.linears
-    linears = [*((*linear, True) for linear in others), (*mlp_output, not keeps_more)]
+    queries, keys, o_proj, gates, down = shape.linears
+    linears = [(*linear, True) for linear in (queries, keys, gates)]
+    linears += [(*block_end, not keeps_more) for block_end in (o_proj, down)]
     found: Counter[tuple[str, Product | Attention]] = Counter()
     for chunk in chunks:
         recomputes = 1 - (chunk is chunks[-1] and config.keep_last_graph)
@@ -181,11 +182,11 @@ def step_work(shape: ModelShape, tokens: int, config: OombConfig, *, trains_all:
         head_again = 0 if keeps_more else recomputes
         found[HEAD, Product(chunk.num_targets, shape.hidden, shape.vocabulary, False)] += 1 + head_again
         found[HEAD, Product(chunk.num_targets, shape.hidden, shape.vocabulary, True)] += 1
-        for part, keys, causal in _attended(chunk, config):
+        for part, attended, causal in _attended(chunk, config):
             attended_again = 0 if config.keep_outputs else recomputes
             for backward, times in ((False, 1 + attended_again), (True, 1)):
                 heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-                call = Attention(*heads, chunk.num_tokens, keys, causal, backward)
+                call = Attention(*heads, chunk.num_tokens, attended, causal, backward)
                 found[part, call] += times * shape.num_layers
     return [Work(part, call, times) for (part, call), times in found.items() if times]
 

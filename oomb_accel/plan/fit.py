@@ -67,6 +67,7 @@ class Estimate:
             "host_most_bytes": memory.host_most_bytes,
             "kept_chunks": len(memory.kept),
             "kept_mlp_chunks": len(memory.kept_mlp),
+            "kept_o_proj_chunks": len(memory.kept_o_proj),
             "kept_head_chunks": len(memory.kept_head),
             "seconds": time.parts | {"total": time.seconds},
             "up_bytes": round(time.up_bytes),

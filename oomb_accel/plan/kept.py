@@ -22,15 +22,16 @@ class Kept:
 
 class KeptResults(NamedTuple):
     """Of the chunks that run again: gradients of log-probabilities with respect to what the head reads, attention
-    outputs with LSE, and outputs of the MLPs' last product."""
+    outputs with LSE, and outputs of the products that end MLPs and attention."""
 
     head: Kept
     attention: Kept
     mlp: Kept
+    o_proj: Kept
 
 
 def kept_results(job: Job, schedule: ChunkSchedule, budget_bytes: float, *, offloads: bool) -> KeptResults:
-    """What a step keeps. Gradients of the head save the most for their bytes, outputs of MLPs the least.
+    """What a step keeps. Gradients of the head save the most for their bytes, products of attention the least.
 
     Args:
         budget_bytes: device memory that nothing else needs; may be negative.
@@ -38,7 +39,7 @@ def kept_results(job: Job, schedule: ChunkSchedule, budget_bytes: float, *, offl
     """
     chunks = repeated_chunks(job, schedule)
     outputs = [chunk.num_tokens * attention_bytes_per_token(job) for chunk in chunks]
-    head, attention, mlp = Kept(), Kept(), Kept()
+    head, attention, products = Kept(), Kept(), {"mlp": Kept(), "o_proj": Kept()}
     if job.keep_outputs is True:
         attention = Kept(range(len(chunks)), sum(outputs))
     if job.keep_outputs is not False and not offloads:
@@ -48,10 +49,12 @@ def kept_results(job: Job, schedule: ChunkSchedule, budget_bytes: float, *, offl
             head = _latest_that_fit(sizes, budget_bytes - attention.num_bytes)
         if job.keep_outputs == "auto":
             attention = _latest_that_fit(outputs, budget_bytes - head.num_bytes)
-        if _can_keep_mlp(job):
-            sizes = [chunk.num_tokens * _mlp_bytes_per_token(job) for chunk in chunks]
-            mlp = _latest_that_fit(sizes, budget_bytes - head.num_bytes - attention.num_bytes)
-    return KeptResults(head, attention, mlp)
+        left = budget_bytes - head.num_bytes - attention.num_bytes
+        sizes = [chunk.num_tokens * _product_bytes_per_token(job) for chunk in chunks]
+        for kind in block_ends(job):
+            products[kind] = _latest_that_fit(sizes, left)
+            left -= products[kind].num_bytes
+    return KeptResults(head, attention, **products)
 
 
 def repeated_chunks(job: Job, schedule: ChunkSchedule) -> Sequence[Chunk]:
@@ -65,8 +68,18 @@ def attention_bytes_per_token(job: Job) -> int:
     return model.num_layers * output_bytes(model.num_heads, model.head_dim, DTYPE_BYTES[job.compute_dtype])
 
 
-def _mlp_bytes_per_token(job: Job) -> int:
-    """Of outputs of the MLPs' last product, over all layers."""
+def block_ends(job: Job) -> dict[str, int]:
+    """How many inputs the products have that end MLPs and attention, where fused LoRA can skip them: those first that
+    save most. Experts have many of the former."""
+    if not job.lora_r:
+        return {}
+    model = job.model
+    ends = {} if model.num_experts else {"mlp": model.intermediate}
+    return ends | {"o_proj": model.num_heads * model.head_dim}
+
+
+def _product_bytes_per_token(job: Job) -> int:
+    """Of outputs of one of these products, over all layers."""
     model = job.model
     return model.num_layers * mlp_output_bytes(model.hidden, job.lora_r, DTYPE_BYTES[job.compute_dtype])
 
@@ -75,11 +88,6 @@ def _can_keep_head(job: Job) -> bool:
     """Whether the head is frozen, and there whenever it is wanted. Models that change logits behind their head are not
     told apart."""
     return job.lora_r > 0 and job.zero_stage != 3
-
-
-def _can_keep_mlp(job: Job) -> bool:
-    """Whether the last product of MLPs is one with fused LoRA, which can skip it."""
-    return job.lora_r > 0 and not job.model.num_experts
 
 
 def _latest_that_fit(sizes: Sequence[int], budget_bytes: float) -> Kept:

@@ -42,6 +42,8 @@ class Memory:
     """Chunks whose attention outputs are kept."""
     kept_mlp: range
     """Chunks for which outputs of the MLPs' last product are kept."""
+    kept_o_proj: range
+    """Chunks for which outputs of attention's last product are kept."""
     kept_head: range
     """Chunks whose gradients of the head's input are kept."""
     schedule: ChunkSchedule
@@ -119,6 +121,7 @@ def estimate_memory(job: Job) -> Memory:
         "kept head gradients": kept.head.num_bytes,
         "kept attention outputs": kept.attention.num_bytes,
         "kept MLP outputs": kept.mlp.num_bytes,
+        "kept o_proj outputs": kept.o_proj.num_bytes,
         "workspace": working,
         "CUDA context": rates.CONTEXT_BYTES,
     }
@@ -135,6 +138,7 @@ def estimate_memory(job: Job) -> Memory:
         plan,
         kept=kept.attention.chunks,
         kept_mlp=kept.mlp.chunks,
+        kept_o_proj=kept.o_proj.chunks,
         kept_head=kept.head.chunks,
         schedule=schedule,
     )

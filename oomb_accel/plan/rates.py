@@ -12,7 +12,9 @@ from oomb_accel.plan.sizes import GIB
 
 # Shares of a GPU's peak of matrix products.
 MATRIX = 650 / 989
-"""Matrix products of linear layers and head, adapters beside them."""
+"""Matrix products of linear layers and head, where all weights are trained."""
+ADAPTED_MATRIX = 690 / 989
+"""The same with frozen weights, adapters beside them (6.62 s at 64K, sparse, nothing kept); 650 when PEFT ran them."""
 FLOAT8 = 1.65
 """How much faster base products in 8 bits are, with quantising (`oomb bench step`: 5.26 s, not 6.73)."""
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 573 / 989, 505 / 989
@@ -43,8 +45,9 @@ HOST_PASS_SECONDS, HOST_ADAPTER_PASS_SECONDS = 3.2e-3, 5.6e-3
 """What the host takes to launch a layer in one pass, without adapters and with them, on slow cores (7 us for a small
 operation of torch)."""
 HOST_LAYER_SECONDS, HOST_RECORD_SECONDS = 0.7e-3, 0.47e-6
-"""What the host's work for pages adds to a sparse layer of a chunk while some pages are away, and for each record that
-moves: three steps with lists at random, host memory made before (docs/benchmarks.md, pages in host memory)."""
+"""What the host does for pages in a sparse layer of a chunk while some are away, and for each record that moves: three
+steps with lists at random that waited for it (docs/benchmarks.md). Copies are handed over in calls of 64 now, and it
+runs beside the computation: 256K take 27.99 s with a seventh of the pages on the device, 27.7 with all."""
 
 ZERO3_LAYER_SECONDS = 0.75e-3
 """What DeepSpeed's hooks add to a layer in one pass."""

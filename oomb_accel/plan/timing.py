@@ -4,10 +4,12 @@ bound a late one."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
+from oomb_accel.plan.kept import block_ends
 from oomb_accel.plan.memory import Memory, activation_bytes_per_token
 from oomb_accel.plan.sizes import parts_of
 from oomb_accel.schedule import Chunk
@@ -40,6 +42,7 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
     """Time of a step whose memory is planned."""
     step = StepTime()
     num_chunks = len(memory.schedule.chunks)
+    kept = {"mlp": memory.kept_mlp, "o_proj": memory.kept_o_proj}
     for chunk in memory.schedule.chunks:
         last = chunk.index == num_chunks - 1
         repeated = not (last and job.keep_last_graph)
@@ -49,12 +52,13 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
             step,
             repeated=repeated,
             attends_again=repeated and chunk.index not in memory.kept,
-            keeps_mlp=chunk.index in memory.kept_mlp,
+            skipped=[end for kind, end in block_ends(job).items() if chunk.index in kept[kind]],
             keeps_head=chunk.index in memory.kept_head,
         )
     passes = 3 * num_chunks - (1 if job.keep_last_graph else 0)
-    _launching(job, step, passes)
-    _transfers(job, memory, step)
+    of_host = _launch_seconds(job, passes)
+    step.parts["launches"] += max(0.0, of_host - step.seconds)
+    _transfers(job, memory, step, of_host)
     _zero(job, step, passes)
     _optimizer(job, step)
     return step
@@ -67,13 +71,14 @@ def _compute(
     *,
     repeated: bool,
     attends_again: bool,
-    keeps_mlp: bool = False,
+    skipped: Sequence[int] = (),
     keeps_head: bool = False,
 ) -> None:
     """Add what the GPU computes for a chunk in both sweeps.
 
     Args:
-        keeps_mlp, keeps_head: whether it runs again without the MLPs' last product, and without the head.
+        skipped: inputs of the products of each layer without which it runs again, see `block_ends`.
+        keeps_head: whether it runs again without the head.
     """
     model, tokens, gpu = job.model, chunk.num_tokens, job.gpu
     forwards, attention_forwards = 1 + repeated, 1 + attends_again
@@ -84,12 +89,12 @@ def _compute(
     linear = 2 * tokens * base + 2 * chunk.num_targets * model.head_weights
     linear += 2 * tokens * model.lora_parameters(job.lora_r)
     products = forwards + (1 if job.lora_r else 2)
-    matrix = rates.MATRIX * gpu.flops_per_second
+    matrix = (rates.ADAPTED_MATRIX if job.lora_r else rates.MATRIX) * gpu.flops_per_second
     step.parts["linear layers"] += linear * products / matrix
     if keeps_head:
         step.parts["linear layers"] -= 2 * chunk.num_targets * model.head_weights / matrix
-    if keeps_mlp:
-        weights = model.intermediate * model.hidden / faster + job.lora_r * (model.intermediate + model.hidden)
+    for inputs in skipped:
+        weights = inputs * model.hidden / faster + job.lora_r * (inputs + model.hidden)
         step.parts["linear layers"] -= 2 * tokens * model.num_layers * weights / matrix
     moved = rates.ELEMENTWISE_TURNS * activation_bytes_per_token(job)
     if job.lora_r:
@@ -117,10 +122,10 @@ def _compute(
         step.parts["selection of pages"] += layers * scores / (rates.SCORING * peak)
 
 
-def _launching(job: Job, step: StepTime, passes: int) -> None:
-    """What is quicker to compute than to launch takes as long as launching does."""
+def _launch_seconds(job: Job, passes: int) -> float:
+    """Of the host: what is quicker to compute than to launch takes as long as launching does."""
     per_layer = rates.HOST_ADAPTER_PASS_SECONDS if job.lora_r else rates.HOST_PASS_SECONDS
-    step.parts["launches"] += max(0.0, per_layer * job.model.num_layers * passes - step.seconds)
+    return per_layer * job.model.num_layers * passes
 
 
 def attended_pairs(job: Job, chunk: Chunk) -> tuple[float, float, float]:
@@ -143,13 +148,16 @@ def attended_pairs(job: Job, chunk: Chunk) -> tuple[float, float, float]:
     return own, dense, selected
 
 
-def _transfers(job: Job, memory: Memory, step: StepTime) -> None:
+def _transfers(job: Job, memory: Memory, step: StepTime, launching: float) -> None:
     """Bytes between host and device, and how long the GPU waits for them.
 
     What a chunk needs of the pages that exist is absent in the proportion in which they exceed the pool. Copies of each
     direction run beside the computation; in the forward sweep of sparse layers only beside the attention of the chunk
-    to itself, since before that nobody knows which pages are wanted. What sparse layers lose beside waiting is the
-    host's time.
+    to itself, since before that nobody knows which pages are wanted. The host's work for pages in sparse layers runs
+    beside the computation as far as launching leaves it time.
+
+    Args:
+        launching: seconds of the host.
     """
     plan, schedule, layout = memory.plan, memory.schedule, job.pages
     if not plan.offloads or not schedule.num_pages:
@@ -193,7 +201,7 @@ def _transfers(job: Job, memory: Memory, step: StepTime) -> None:
             moved = (read + written + read_again) / value_record + dirty * (had + 1) / gradient_record
             by_host += sparse * (num_layers * rates.HOST_LAYER_SECONDS + moved * rates.HOST_RECORD_SECONDS)
     step.parts["waiting for host memory"] = waiting
-    step.parts["host's work for pages"] = by_host
+    step.parts["host's work for pages"] = max(0.0, by_host - (compute - launching))
 
 
 def _share_of_time(job: Job, chunk: Chunk) -> float:

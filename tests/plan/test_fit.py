@@ -19,6 +19,7 @@ from oomb_accel.plan import (
     largest_tokens,
     longest_on_this_machine,
     nearest,
+    rates,
     read_shape,
     suggestions,
 )
@@ -300,6 +301,25 @@ def test_traffic_of_a_small_pool() -> None:
     assert small.time.seconds >= estimate(resident).time.seconds
     slow = replace(resident.gpu, host_bytes_per_second=1e9)
     assert seconds(replace(resident, device_pages_bytes=10 * GIB, gpu=slow)) > 2 * small.time.seconds
+
+
+def test_the_hosts_work_for_pages_runs_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as launches leave the host time: none where the GPU is quicker than these."""
+    of = job(tokens=M // 4, device_pages_bytes=4 * GIB, **SPARSE)
+    quick = replace(of, gpu=replace(of.gpu, flops_per_second=1e20, memory_bytes_per_second=1e20))
+    what, passes = "host's work for pages", 3 * 32 - 1
+
+    def parts(of: Job) -> dict[str, float]:
+        return estimate(of).time.parts
+
+    work = parts(quick)[what]
+    assert 1 < work < 5 and parts(of)[what] == 0
+    monkeypatch.setattr(rates, "HOST_RECORD_SECONDS", 20 * rates.HOST_RECORD_SECONDS)
+    monkeypatch.setattr(rates, "HOST_LAYER_SECONDS", 20 * rates.HOST_LAYER_SECONDS)
+    found = parts(of)
+    beside = sum(found.values()) - found[what] - found["waiting for host memory"] - found["optimizer"]
+    assert found[what] == pytest.approx(20 * work - (beside - 28 * passes * rates.HOST_ADAPTER_PASS_SECONDS))
+    assert parts(quick)[what] == pytest.approx(20 * work)
 
 
 def test_traffic_of_dense_attention_by_hand() -> None:

@@ -8,43 +8,51 @@ from typing import Any
 import pytest
 
 from oomb_accel.plan import Estimate, Job, estimate, read_shape
+from oomb_accel.plan import kept as kept_module
+from oomb_accel.plan.kept import block_ends
 from oomb_accel.plan.memory import Memory, activation_bytes_per_token, estimate_memory
 from oomb_accel.plan.sizes import GIB, head_gradient_bytes, mlp_output_bytes
 
 M = 1 << 20
-ATTENTION, MLP = 28 * 28 * (128 * 2 + 4), 28 * 2 * (3584 + 16)
-"""Bytes per token of the 7B in bf16, r=16."""
+ATTENTION, PRODUCT = 28 * 28 * (128 * 2 + 4), 28 * 2 * (3584 + 16)
+"""Bytes per token of the 7B in bf16, r=16: of attention outputs, and of outputs of a product that ends MLPs, or
+attention."""
 HEAD = 3584 * 2 + 4
 """Bytes per target."""
-DOWN, ADAPTER = 28 * 18944 * 3584, 28 * 16 * (18944 + 3584)
-"""Numbers of the last products' weights and of their adapters."""
+ENDS = {"mlp": (28 * 18944 * 3584, 28 * 16 * (18944 + 3584)), "o_proj": (28 * 3584 * 3584, 28 * 16 * 2 * 3584)}
+"""Numbers of these products' weights and of their adapters."""
 
 
 def job(tokens: int = M // 8, model: str = "qwen2.5-7b", **changes: Any) -> Job:
     return Job(model=read_shape(model), tokens=tokens, **changes)
 
 
-def kept(found: Estimate) -> tuple[list[int], list[int], list[int]]:
-    """Head gradients, attention outputs, MLP outputs."""
+def kept(found: Estimate) -> list[list[int]]:
+    """Head gradients, attention outputs, outputs of MLPs and of attention's last product."""
     memory = found.memory
-    return list(memory.kept_head), list(memory.kept), list(memory.kept_mlp)
+    return [list(chunks) for chunks in (memory.kept_head, memory.kept, memory.kept_mlp, memory.kept_o_proj)]
+
+
+def without_end(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """From here on no such product is kept."""
+    monkeypatch.setattr(kept_module, "block_ends", lambda job: {k: v for k, v in block_ends(job).items() if k != kind})
 
 
 def test_all_where_there_is_room() -> None:
     """But not of the last chunk, whose graph holds its outputs, and whose own head gradient is made with it."""
-    found = estimate(job())
-    assert kept(found) == (list(range(15)),) * 3
+    found = estimate(job(M // 16))
+    assert kept(found) == [list(range(7))] * 4
     device = found.memory.device
-    assert device["kept head gradients"] == 15 * 8192 * HEAD
-    assert device["kept attention outputs"] == 15 * 8192 * ATTENTION
-    assert device["kept MLP outputs"] == 15 * 8192 * MLP
-    counts = {found.as_dict()[f"kept_{what}chunks"] for what in ("", "mlp_", "head_")}
-    assert counts == {15}
-    again = estimate(job(keep_last_graph=False))
-    assert kept(again) == (list(range(16)),) * 3
-    assert again.memory.device["kept head gradients"] == (M // 8 - 1) * HEAD, "the last token is no target"
+    assert device["kept head gradients"] == 7 * 8192 * HEAD
+    assert device["kept attention outputs"] == 7 * 8192 * ATTENTION
+    assert device["kept MLP outputs"] == device["kept o_proj outputs"] == 7 * 8192 * PRODUCT
+    counts = {found.as_dict()[f"kept_{what}chunks"] for what in ("", "mlp_", "o_proj_", "head_")}
+    assert counts == {7}
+    again = estimate(job(M // 16, keep_last_graph=False))
+    assert kept(again) == [list(range(8))] * 4
+    assert again.memory.device["kept head gradients"] == (M // 16 - 1) * HEAD, "the last token is no target"
     single = estimate(job(8192))
-    assert kept(single) == ([], [], [])
+    assert kept(single) == [[]] * 4
 
 
 def test_chunks_that_run_again_without_the_head_have_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +74,7 @@ def test_chunks_that_run_again_without_the_head_have_no_logits(monkeypatch: pyte
 
 
 def test_the_size_of_a_number_counts() -> None:
-    assert mlp_output_bytes(3584, 16, 2) * 28 == MLP and head_gradient_bytes(3584, 2) == HEAD
+    assert mlp_output_bytes(3584, 16, 2) * 28 == PRODUCT and head_gradient_bytes(3584, 2) == HEAD
     wide = estimate(job(M // 32, weights_dtype="float32", compute_dtype="float32", lora_r=8)).memory
     assert wide.device["kept MLP outputs"] == 3 * 8192 * 28 * 4 * (3584 + 8)
     assert wide.device["kept head gradients"] == 3 * 8192 * (4 * 3584 + 4)
@@ -74,7 +82,7 @@ def test_the_size_of_a_number_counts() -> None:
 
 def test_head_gradients_come_first_then_attention_outputs_and_the_latest_of_each() -> None:
     """From the least GPU with room for all attention outputs on, each chunk's MLP outputs more are kept when they
-    fit. 6 % of a GPU are never planned for."""
+    fit, and behind all of them those of attention's last product. 6 % of a GPU are never planned for."""
     of = job(M // 4, page_grad_dtype="bfloat16")
 
     def on(memory_bytes: int, **changes: Any) -> Memory:
@@ -87,9 +95,13 @@ def test_head_gradients_come_first_then_attention_outputs_and_the_latest_of_each
     assert on(low).kept == range(1, 31) and on(high).kept == range(31) and not on(high).kept_mlp
     assert on(low).kept_head == range(31)
     for chunks in (1, 5):
-        least = high + round(chunks * 8192 * MLP / 0.94)
+        least = high + round(chunks * 8192 * PRODUCT / 0.94)
         assert on(least + 2).kept_mlp == range(31 - chunks, 31)
         assert on(least - 2).kept_mlp == range(32 - chunks, 31) and on(least + 2).kept == range(31)
+        assert not on(least + 2).kept_o_proj
+        least = high + round((31 + chunks) * 8192 * PRODUCT / 0.94)
+        assert on(least + 2).kept_o_proj == range(31 - chunks, 31) and on(least + 2).kept_mlp == range(31)
+        assert on(least - 2).kept_o_proj == range(32 - chunks, 31)
         least = high - round((31 * 8192 * ATTENTION + (31 - chunks) * 8192 * HEAD) / 0.94)
         assert on(least + 2).kept_head == range(31 - chunks, 31) and not on(least + 2).kept
         assert on(least - 2).kept_head == range(32 - chunks, 31)
@@ -97,29 +109,37 @@ def test_head_gradients_come_first_then_attention_outputs_and_the_latest_of_each
         assert on(asked + 2, keep_outputs=True).kept_head == range(31 - chunks, 31)
         assert on(asked - 2, keep_outputs=True).kept_head == range(32 - chunks, 31)
         assert on(asked, keep_outputs=True).kept == range(31) and not on(asked, keep_outputs=True).kept_mlp
-    whole = on(high + round(8192 * MLP / 0.94) + 2, keep_outputs=True)
+    whole = on(high + round(8192 * PRODUCT / 0.94) + 2, keep_outputs=True)
     assert (whole.kept_head, whole.kept_mlp) == (range(31), range(30, 31))
 
 
 def test_what_the_setting_says() -> None:
-    assert kept(estimate(job(keep_outputs=False))) == ([], [], [])
+    assert kept(estimate(job(keep_outputs=False))) == [[]] * 4
     assert kept(estimate(job(keep_outputs=True))) == kept(estimate(job()))
 
 
 @pytest.mark.parametrize(
-    ("changes", "has_head"), [({"lora_r": 0}, False), ({"model": "qwen3-30b-a3b", "tokens": M // 32}, True)], ids=str
+    ("changes", "rest"), [({"lora_r": 0}, False), ({"model": "qwen3-30b-a3b", "tokens": M // 32}, True)], ids=str
 )
-def test_no_mlp_outputs_without_fused_lora(changes: dict[str, Any], has_head: bool) -> None:
-    """Of experts' products LoRA has none; their head is frozen all the same."""
+def test_no_mlp_outputs_without_fused_lora(changes: dict[str, Any], rest: bool) -> None:
+    """Of experts' products LoRA has none; their attention has one, and their head is frozen all the same."""
     found = estimate(job(**changes))
     assert found.memory.kept and not found.memory.kept_mlp and found.memory.device["kept MLP outputs"] == 0
-    assert bool(found.memory.kept_head) == has_head == bool(found.memory.device["kept head gradients"])
+    assert bool(found.memory.kept_head) == rest == bool(found.memory.device["kept head gradients"])
+    assert bool(found.memory.kept_o_proj) == rest == bool(found.memory.device["kept o_proj outputs"])
 
 
-@pytest.mark.parametrize(("stage", "heads"), [(2, 15), (3, 0)])
+def test_attention_may_be_wider_than_the_model() -> None:
+    """Of Qwen3-30B-A3B: 32 heads of 128 for 2,048 numbers. What is kept is as wide as the model."""
+    found = estimate(job(M // 32, "qwen3-30b-a3b"))
+    assert block_ends(found.job) == {"o_proj": 4096}
+    assert found.memory.device["kept o_proj outputs"] == 3 * 8192 * 48 * 2 * (2048 + 16)
+
+
+@pytest.mark.parametrize(("stage", "heads"), [(2, 7), (3, 0)])
 def test_zero_3_keeps_outputs_but_no_head_gradients(stage: int, heads: int) -> None:
-    memory = estimate(job(zero_stage=stage, num_gpus=2)).memory
-    assert (len(memory.kept), len(memory.kept_mlp), len(memory.kept_head)) == (15, 15, heads)
+    found = estimate(job(M // 16, zero_stage=stage, num_gpus=2))
+    assert [len(of_kind) for of_kind in kept(found)] == [heads, 7, 7, 7]
 
 
 @pytest.mark.parametrize(("keep_outputs", "chunks"), [("auto", 0), (True, 31)])
@@ -127,20 +147,25 @@ def test_while_pages_leave_there_is_no_memory_to_spare(keep_outputs: Any, chunks
     """Also where settings leave a part of the device alone, as the engine does it."""
     found = estimate(job(M // 4, keep_outputs=keep_outputs, page_grad_dtype="bfloat16", device_pages_bytes=4 * GIB))
     assert found.memory.plan.offloads
-    assert [len(of_kind) for of_kind in kept(found)] == [0, chunks, 0]
+    assert [len(of_kind) for of_kind in kept(found)] == [0, chunks, 0, 0]
 
 
+@pytest.mark.parametrize("kind", ENDS)
 @pytest.mark.parametrize(("base_dtype", "faster"), [("model", 1), ("float8", 1.65)])
-def test_the_recompute_skips_the_last_product(base_dtype: Any, faster: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 operations for each number and token, at 650e12 a second; of base weights in 8 bits faster. Nothing else."""
-    of = job(attention="sparse", page_grad_dtype="bfloat16", base_dtype=base_dtype)
-    with_mlp = estimate(of)
-    assert len(with_mlp.memory.kept_mlp) == 15
-    monkeypatch.setattr("oomb_accel.plan.kept._can_keep_mlp", lambda job: False)
+def test_the_recompute_skips_the_last_product(
+    base_dtype: Any, faster: float, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 operations for each number and token, at 690e12 a second; of base weights in 8 bits faster. Nothing else."""
+    of = job(M // 16, attention="sparse", page_grad_dtype="bfloat16", base_dtype=base_dtype)
+    everything = estimate(of)
+    assert kept(everything) == [list(range(7))] * 4
+    without_end(monkeypatch, kind)
     without = estimate(of)
-    assert without.memory.kept == with_mlp.memory.kept and not without.memory.kept_mlp
-    gained = {part: seconds - with_mlp.time.parts[part] for part, seconds in without.time.parts.items()}
-    seconds = 2 * 15 * 8192 * (DOWN / faster + ADAPTER) / 650e12
+    skips = [len(without.memory.kept_mlp), len(without.memory.kept_o_proj)]
+    assert skips == ([0, 7] if kind == "mlp" else [7, 0]) and without.memory.kept == everything.memory.kept
+    gained = {part: seconds - everything.time.parts[part] for part, seconds in without.time.parts.items()}
+    weights, adapter = ENDS[kind]
+    seconds = 2 * 7 * 8192 * (weights / faster + adapter) / 690e12
     assert gained.pop("linear layers") == pytest.approx(seconds)
     assert set(gained.values()) == {0.0}
 
@@ -154,5 +179,5 @@ def test_the_recompute_skips_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     without = estimate(of)
     assert not without.memory.kept_head and without.memory.kept_mlp == with_head.memory.kept_mlp
     gained = {part: seconds - with_head.time.parts[part] for part, seconds in without.time.parts.items()}
-    assert gained.pop("linear layers") == pytest.approx(2 * (M // 8 - 1) * 152064 * 3584 / 650e12)
+    assert gained.pop("linear layers") == pytest.approx(2 * (M // 8 - 1) * 152064 * 3584 / 690e12)
     assert set(gained.values()) == {0.0}
