@@ -1,8 +1,8 @@
 """The dense part of a chunk's attention: its own tokens, and pages that every query attends to.
 
 It is cut into parts that a library kernel can do in one call. Parts that share query rows are merged by their LSE in
-fp32. In the backward every part is called with the *global* output and LSE, so each part's gradients are exact (the
-rule of ring attention).
+fp32; beside selected pages one of them is left apart, since those kernels merge two as they start. In the backward
+every part is called with the *global* output and LSE, so each part's gradients are exact (the rule of ring attention).
 
 Legend: H query heads, G KV heads, T tokens of the chunk, D head_dim.
 """
@@ -77,10 +77,15 @@ def _make_parts(layer: LayerCall, run: ChunkPass, window: int | None, reach: Rea
     return parts
 
 
+def one_apart(parts: list[DensePart]) -> tuple[list[DensePart], list[DensePart]]:
+    """All parts but one, and it: the last that joins the softmax of the chunk's first segment, if any does."""
+    return (parts[:-1], parts[-1:]) if parts[-1].own is None else (parts, [])
+
+
 def attend_dense(
     q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, parts: list[DensePart], layer: LayerCall, run: ChunkPass
 ) -> tuple[Tensor, Tensor]:
-    """One softmax over all parts.
+    """One softmax over these parts.
 
     Returns:
         Output ``[H, T, D]``, stored token by token, in q's dtype, or at least fp32 where parts were merged; and LSE
@@ -88,8 +93,7 @@ def attend_dense(
     """
 
     def attend(part: DensePart) -> tuple[Tensor, Tensor]:
-        keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
-        return dense_attention_forward(of_rows(q_HTD, part.rows), keys, values, part.call, run.settings.backend)
+        return attend_part(q_HTD, k_GTD, v_GTD, part, layer, run)
 
     first, others = _divided(parts)
     outs, lses = zip(*map(attend, first), strict=True)
@@ -99,6 +103,14 @@ def attend_dense(
     for part in others:
         merge_attention_(of_rows(out_HTD, part.rows), of_rows(lse_HT, part.rows), *attend(part))
     return out_HTD, lse_HT
+
+
+def attend_part(
+    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, part: DensePart, layer: LayerCall, run: ChunkPass
+) -> tuple[Tensor, Tensor]:
+    """Output, in q's dtype, and LSE of one part, for its rows."""
+    keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
+    return dense_attention_forward(of_rows(q_HTD, part.rows), keys, values, part.call, run.settings.backend)
 
 
 def attend_dense_backward(
@@ -114,8 +126,8 @@ def attend_dense_backward(
     *,
     need_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the parts contribute to dQ (in the dtype of `attend_dense`'s output), and dK, dV of the chunk's own tokens.
-    Contributions to earlier pages go to the cache.
+    """What these parts contribute to dQ (in the dtype of `attend_dense`'s output), and dK, dV of the chunk's own
+    tokens. Contributions to earlier pages go to the cache.
 
     Args:
         out_HTD, lse_HT: of the whole softmax.
@@ -123,30 +135,7 @@ def attend_dense_backward(
     """
 
     def attend_backward(part: DensePart) -> tuple[Tensor, Tensor, Tensor]:
-        """Of its rows, and of its own tokens where it has some."""
-        rows = part.rows
-        keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
-        part_dq, part_dk, part_dv = dense_attention_backward(
-            of_rows(dout_HTD, rows),
-            of_rows(q_HTD, rows),
-            keys,
-            values,
-            of_rows(out_HTD, rows),
-            of_rows(lse_HT, rows),
-            part.call,
-            run.settings.backend,
-        )
-        past = 0
-        for pages in part.pages:
-            tokens = slice(past, past + len(pages) * run.settings.page_tokens)
-            past = tokens.stop
-            if need_kv:
-                seed = run.rounding_seed(layer.layer)
-                dk, dv = of_rows(part_dk, tokens), of_rows(part_dv, tokens)
-                run.memory.cache.add_gradients(layer.layer, pages, dk, dv, seed=seed)
-        if part.pages and part.own is not None:
-            part_dk, part_dv = part_dk[:, past:], part_dv[:, past:]
-        return part_dq, part_dk, part_dv
+        return attend_part_backward(dout_HTD, q_HTD, k_GTD, v_GTD, out_HTD, lse_HT, part, layer, run, need_kv=need_kv)
 
     first, others = _divided(parts)
     dqs, dks, dvs = zip(*map(attend_backward, first), strict=True)
@@ -156,6 +145,48 @@ def attend_dense_backward(
     for part in others:
         of_rows(dq, part.rows).add_(attend_backward(part)[0])
     return dq, _side_by_side(dks), _side_by_side(dvs)
+
+
+def attend_part_backward(
+    dout_HTD: Tensor,
+    q_HTD: Tensor,
+    k_GTD: Tensor,
+    v_GTD: Tensor,
+    out_HTD: Tensor,
+    lse_HT: Tensor,
+    part: DensePart,
+    layer: LayerCall,
+    run: ChunkPass,
+    *,
+    need_kv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one part contributes to dQ of its rows, in q's dtype, and dK, dV of its own tokens, where it has some.
+    Contributions to earlier pages go to the cache.
+
+    Args: as of `attend_dense_backward`, of all rows.
+    """
+    rows = part.rows
+    keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
+    dq, dk, dv = dense_attention_backward(
+        of_rows(dout_HTD, rows),
+        of_rows(q_HTD, rows),
+        keys,
+        values,
+        of_rows(out_HTD, rows),
+        of_rows(lse_HT, rows),
+        part.call,
+        run.settings.backend,
+    )
+    past = 0
+    for pages in part.pages:
+        tokens = slice(past, past + len(pages) * run.settings.page_tokens)
+        past = tokens.stop
+        if need_kv:
+            seed = run.rounding_seed(layer.layer)
+            run.memory.cache.add_gradients(layer.layer, pages, of_rows(dk, tokens), of_rows(dv, tokens), seed=seed)
+    if part.pages and part.own is not None:
+        dk, dv = dk[:, past:], dv[:, past:]
+    return dq, dk, dv
 
 
 def _divided(parts: list[DensePart]) -> tuple[list[DensePart], list[DensePart]]:

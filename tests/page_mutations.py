@@ -30,12 +30,29 @@ PAGE_FAULTS = {
         "forward: sums not rescaled when scores grow": ("            total *= rescale", "            pass"),
         "forward: output not rescaled when scores grow": ("            acc *= rescale[:, None]", "            pass"),
         "forward: weights that overflow beside the others kept": ("0, 1), 0) == 1:", "0, 1), 0) == 2:"),
+        "forward: two parts of other keys weigh the same": (
+            "    weight_1 = tl.exp2(lse_1 - base)",
+            "    weight_1 = weight",
+        ),
+        "forward: the first part of other keys is always the larger": ("top = tl.maximum(lse, lse_1)", "top = lse"),
+        "forward: rows that neither part saw are NaN": (
+            'base = tl.where(top == float("-inf"), 0.0, top)',
+            "base = top",
+        ),
         "forward: LSE in base 2": ("(top + tl.log2(safe)) * 0.6931471805599453", "top + tl.log2(safe)"),
     },
     ("page_dq.py", PAGE_GRADIENTS): {
         "dQ: what other keys contribute dropped": (
-            "        acc += tl.load(other_at",
-            "        acc += 0 * tl.load(other_at",
+            "        given = tl.load(other_at",
+            "        given = 0 * tl.load(other_at",
+        ),
+        "dQ: what the second part of other keys contributes dropped": (
+            "            given += tl.load(other_at",
+            "            given += 0 * tl.load(other_at",
+        ),
+        "dQ: second part of other keys read with the strides of the first": (
+            "head * other_stride_h_1 + token * other_stride_t_1",
+            "head * other_stride_h + token * other_stride_t",
         ),
         "dQ: every row tile takes its own list": (
             "num_blocks + first // Q_BLOCK",
