@@ -43,11 +43,10 @@ def _store_dq(  # type: ignore[no-untyped-def]
     acc *= scale
     if OTHERS > 0:
         other_at = other_dq + head * other_stride_h + token * other_stride_t + col[None, :]
-        given = tl.load(other_at, mask=inside, other=0.0).to(tl.float32)
-        if OTHERS > 1:
-            other_at = other_dq_1 + head * other_stride_h_1 + token * other_stride_t_1 + col[None, :]
-            given += tl.load(other_at, mask=inside, other=0.0).to(tl.float32)
-        acc += given
+        acc += tl.load(other_at, mask=inside, other=0.0).to(tl.float32)
+    if OTHERS > 1:  # one by one: registers have no room for both
+        other_at = other_dq_1 + head * other_stride_h_1 + token * other_stride_t_1 + col[None, :]
+        acc += tl.load(other_at, mask=inside, other=0.0).to(tl.float32)
     tl.store(dq + head * dq_stride_h + token * dq_stride_t + col[None, :], acc, mask=inside)
 
 

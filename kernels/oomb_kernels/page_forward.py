@@ -1,8 +1,9 @@
 """Attention of query blocks over their selected pages, merged with attention over other keys: the forward.
 
 Suffixes as in `page_lists`. Pages are whole and lie before every query, so there is no mask. One program owns a
-tile of query rows of one head: it starts from what the other keys gave, merged in registers where they came in two
-parts, and walks the tile's list, so the softmax over everything is one pass and nothing is merged afterwards.
+tile of query rows of one head: it starts from what the other keys gave and walks the tile's list, so the softmax
+over everything is one pass and nothing is merged afterwards. Where other keys come in two parts it starts from both
+LSE, but the output of the second is read at the end: registers have no room for two tiles beside the queries'.
 """
 
 from collections.abc import Sequence
@@ -106,15 +107,6 @@ def _walk(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _given(out, lse, head, row, valid, inside, out_stride_h, out_stride_t, lse_stride_h, lse_stride_t):  # type: ignore[no-untyped-def]
-    # What other keys gave to a tile of rows, as it is stored: LSE and output.
-    token = row.to(tl.int64)
-    out_at = out + head * out_stride_h + token[:, None] * out_stride_t + tl.arange(0, inside.shape[1])[None, :]
-    row_lse = tl.load(lse + head * lse_stride_h + token * lse_stride_t, mask=valid, other=0.0)
-    return row_lse, tl.load(out_at, mask=inside, other=0.0)
-
-
-@triton.jit
 def _start(lse, out):  # type: ignore[no-untyped-def]
     # Where the other keys left off: the LSE in base 2, the sum of weights relative to it, and the output.
     top = lse.to(tl.float32) * 1.4426950408889634
@@ -122,15 +114,17 @@ def _start(lse, out):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _start_of_two(lse, out, lse_1, out_1):  # type: ignore[no-untyped-def]
-    # The same of two parts: the larger LSE, the sum of weights relative to it, and the sum of weighted outputs.
-    lse = lse.to(tl.float32) * 1.4426950408889634
-    lse_1 = lse_1.to(tl.float32) * 1.4426950408889634
-    top = tl.maximum(lse, lse_1)
-    base = tl.where(top == float("-inf"), 0.0, top)  # neither saw a key: both weights become 0
-    weight = tl.exp2(lse - base)
-    weight_1 = tl.exp2(lse_1 - base)
-    return top, weight + weight_1, out.to(tl.float32) * weight[:, None] + out_1.to(tl.float32) * weight_1[:, None]
+def _start_of_two(lse, out, lse_1):  # type: ignore[no-untyped-def]
+    # The same of two parts: the larger LSE, and the first part's output with its weight.
+    top = tl.maximum(lse.to(tl.float32), lse_1.to(tl.float32)) * 1.4426950408889634
+    weight = _weight(lse, top)
+    return top, weight + _weight(lse_1, top), out.to(tl.float32) * weight[:, None]
+
+
+@triton.jit
+def _weight(lse, top):  # type: ignore[no-untyped-def]
+    # Of a part relative to `top`; 0 where it saw no key.
+    return tl.exp2(lse.to(tl.float32) * 1.4426950408889634 - tl.where(top == float("-inf"), 0.0, top))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "list_room"])
@@ -165,18 +159,16 @@ def _page_forward_kernel(  # type: ignore[no-untyped-def]
     slot = tl.load(list_at)
     scales_at = scales + list_number.to(tl.int64) * list_room * 2
     if OTHERS > 0:
-        given_lse, given_out = _given(
-            other_out, other_lse, head, row, valid, inside,
-            other_stride_h, other_stride_t, other_lse_stride_h, other_lse_stride_t,
-        )  # fmt: skip
+        lse_at = other_lse + head * other_lse_stride_h + row.to(tl.int64) * other_lse_stride_t
+        out_at = other_out + head * other_stride_h + token * other_stride_t + col[None, :]
+        given_lse = tl.load(lse_at, mask=valid, other=0.0)
+        given_out = tl.load(out_at, mask=inside, other=0.0)
     if OTHERS > 1:
-        given_lse_1, given_out_1 = _given(
-            other_out_1, other_lse_1, head, row, valid, inside,
-            other_stride_h_1, other_stride_t_1, other_lse_stride_h_1, other_lse_stride_t_1,
-        )  # fmt: skip
+        lse_1_at = other_lse_1 + head * other_lse_stride_h_1 + row.to(tl.int64) * other_lse_stride_t_1
+        given_lse_1 = tl.load(lse_1_at, mask=valid, other=0.0)
     q_tile = upcast(tl.load(q + head * q_stride_h + token * q_stride_t + col[None, :], mask=inside, other=0.0), UP)
     if OTHERS > 1:
-        top, total, acc = _start_of_two(given_lse, given_out, given_lse_1, given_out_1)
+        top, total, acc = _start_of_two(given_lse, given_out, given_lse_1)
     elif OTHERS > 0:
         top, total, acc = _start(given_lse, given_out)
     else:
@@ -190,22 +182,21 @@ def _page_forward_kernel(  # type: ignore[no-untyped-def]
     if OTHERS > 0:  # noqa: SIM102 - decided when compiled
         # Weights that the dtype of the product cannot hold, or a row without other keys: once more, online.
         if tl.max(tl.where(total < LIMIT, 0, 1), 0) == 1:
-            given_lse, given_out = _given(
-                other_out, other_lse, head, row, valid, inside,
-                other_stride_h, other_stride_t, other_lse_stride_h, other_lse_stride_t,
-            )  # fmt: skip
+            given_lse = tl.load(lse_at, mask=valid, other=0.0)
+            given_out = tl.load(out_at, mask=inside, other=0.0)
             if OTHERS > 1:
-                given_lse_1, given_out_1 = _given(
-                    other_out_1, other_lse_1, head, row, valid, inside,
-                    other_stride_h_1, other_stride_t_1, other_lse_stride_h_1, other_lse_stride_t_1,
-                )  # fmt: skip
-                top, total, acc = _start_of_two(given_lse, given_out, given_lse_1, given_out_1)
+                given_lse_1 = tl.load(lse_1_at, mask=valid, other=0.0)
+                top, total, acc = _start_of_two(given_lse, given_out, given_lse_1)
             else:
                 top, total, acc = _start(given_lse, given_out)
             top, total, acc = _walk(
                 q_tile, records, list_at, slot, scales_at, num_steps, top, total, acc, factor, cap,
                 True, SCALED, SOFTCAP, P, D, BLOCK_N, BLOCK_D, UP, PRECISION, TMA,
             )  # fmt: skip
+    if OTHERS > 1:
+        weight_1 = _weight(tl.load(lse_1_at, mask=valid, other=0.0), top)
+        out_1_at = other_out_1 + head * other_stride_h_1 + token * other_stride_t_1 + col[None, :]
+        acc += tl.load(out_1_at, mask=inside, other=0.0).to(tl.float32) * weight_1[:, None]
     safe = tl.where(total > 0, total, 1.0)
     tl.store(out + head * out_stride_h + token * out_stride_t + col[None, :], acc / safe[:, None], mask=inside)
     row_lse = tl.where(total > 0, (top + tl.log2(safe)) * 0.6931471805599453, float("-inf"))

@@ -258,6 +258,25 @@ def test_others_rounded_to_the_dtype_of_the_queries(device: str, dtype: torch.dt
     check(functions, problem, others_dtypes=[dtype] * parts)
 
 
+@EVERYWHERE
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float16, torch.float32), (torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)]
+)
+def test_parts_of_other_keys_in_their_own_dtypes(
+    functions: Functions, device: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Each part is widened before anything is rounded: as if it had been widened before."""
+    problem = make_problem(dtype=torch.float32, device=device, tokens=37, block_tokens=16, others="gaps", parts=2)
+    truth = plain_page_attention(problem, torch.float64)
+    parts = zip(truth.others, truth.dqs_others, dtypes, strict=True)
+    rounded = [((out.to(dtype).double(), lse), dq.to(dtype).double()) for (out, lse), dq, dtype in parts]
+    others, dqs_others = (list(x) for x in zip(*rounded, strict=True))
+    expected = run(functions, problem, truth._replace(others=others, dqs_others=dqs_others))
+    ours = run(functions, problem, truth, others_dtypes=dtypes)
+    for name in ("out", "lse", "dq"):
+        assert_equal_by_definition(getattr(ours, name), getattr(expected, name).double(), name)
+
+
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float64), *TRITON_PLACES])
 @pytest.mark.parametrize("sign", ["both", "negative"])
 def test_scores_whose_exponentials_overflow(device: str, dtype: torch.dtype, sign: str) -> None:
@@ -314,6 +333,18 @@ def test_autocast_and_gradients_change_nothing() -> None:
     for name in ("out", "lse", "dq"):
         value = getattr(ours, name)
         assert torch.equal(value, getattr(expected, name)) and not value.requires_grad, name
+
+
+@EVERYWHERE
+def test_no_page_and_two_parts_is_their_merge(functions: Functions, device: str) -> None:
+    """Some rows see the first part alone, and some neither."""
+    problem = make_problem(
+        dtype=torch.float32, device=device, tokens=37, block_tokens=16, pattern="none", others="gaps", parts=2
+    )
+    first, second = (lse.isinf() for _, lse in plain_page_attention(problem, torch.float64).others)
+    assert (first & second).any() and (~first & second).any() and not first.all() and not second.all()
+    ours = check(functions, problem)
+    assert torch.equal(ours.lse.isinf(), first & second)
 
 
 @pytest.mark.parametrize(
