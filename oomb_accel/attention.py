@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 
 from oomb_accel.chunk_pass import ChunkPass, LayerCall
-from oomb_accel.dense_parts import (
-    DensePart,
-    attend_dense,
-    attend_dense_backward,
-    attend_part,
-    attend_part_backward,
-    dense_parts,
-    one_apart,
-)
+from oomb_accel.dense_parts import DensePart, attend_dense, attend_dense_backward, dense_parts, one_apart
 from oomb_accel.selected_part import SelectedPages, attend_selected, attend_selected_backward, selected_pages
 from oomb_kernels import of_rows
 
@@ -104,12 +96,11 @@ def _attend(
     q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass, selected: SelectedPages | None
 ) -> tuple[Tensor, Tensor]:
     parts, apart = _parts(layer, run, selected)
-    out_HTD, lse_HT = attend_dense(q_HTD, k_GTD, v_GTD, parts, layer, run)
+    (out_HTD, lse_HT), *others = attend_dense(q_HTD, k_GTD, v_GTD, parts, apart, layer, run)
     if selected is None:
         return out_HTD.to(q_HTD.dtype), lse_HT
     rows = run.first_rows
-    others = [(of_rows(out_HTD, rows), of_rows(lse_HT, rows))]
-    others += [attend_part(q_HTD, k_GTD, v_GTD, part, layer, run) for part in apart]
+    others = [(of_rows(out_HTD, rows), of_rows(lse_HT, rows)), *others]
     joined_out, joined_lse = attend_selected(of_rows(q_HTD, rows), others, selected, layer, run)
     return _with_rows(out_HTD, joined_out, q_HTD.dtype), _with_rows(lse_HT, joined_lse, lse_HT.dtype)
 
@@ -130,18 +121,17 @@ def _attend_backward(
     """dQ, dK, dV of the chunk. Contributions to earlier pages go to the cache; what later chunks left in the
     chunk's own pages comes back with dK, dV: that is the whole recurrence."""
     parts, apart = _parts(layer, run, selected)
-    inputs = (dout_HTD, q_HTD, k_GTD, v_GTD, out_HTD, lse_HT)
-    dq, dk, dv = attend_dense_backward(*inputs, parts, layer, run, need_kv=need_kv)
+    (dq, *other_dqs), dk, dv = attend_dense_backward(
+        dout_HTD, q_HTD, k_GTD, v_GTD, out_HTD, lse_HT, parts, apart, layer, run, need_kv=need_kv
+    )
     if selected is not None:
         rows = run.first_rows
-        other_dqs = [of_rows(dq, rows)]
-        other_dqs += [attend_part_backward(*inputs, part, layer, run, need_kv=need_kv)[0] for part in apart]
         joined_dq = attend_selected_backward(
             of_rows(dout_HTD, rows),
             of_rows(q_HTD, rows),
             of_rows(out_HTD, rows),
             of_rows(lse_HT, rows),
-            other_dqs,
+            [of_rows(dq, rows), *other_dqs],
             selected,
             layer,
             run,

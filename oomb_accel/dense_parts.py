@@ -1,8 +1,8 @@
 """The dense part of a chunk's attention: its own tokens, and pages that every query attends to.
 
 It is cut into parts that a library kernel can do in one call. Parts that share query rows are merged by their LSE in
-fp32; beside selected pages one of them is left apart, since those kernels merge two as they start. In the backward
-every part is called with the *global* output and LSE, so each part's gradients are exact (the rule of ring attention).
+fp32; beside selected pages one of them is left apart, since those kernels merge two themselves. In the backward every
+part is called with the *global* output and LSE, so each part's gradients are exact (the rule of ring attention).
 
 Legend: H query heads, G KV heads, T tokens of the chunk, D head_dim.
 """
@@ -83,17 +83,24 @@ def one_apart(parts: list[DensePart]) -> tuple[list[DensePart], list[DensePart]]
 
 
 def attend_dense(
-    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, parts: list[DensePart], layer: LayerCall, run: ChunkPass
-) -> tuple[Tensor, Tensor]:
-    """One softmax over these parts.
+    q_HTD: Tensor,
+    k_GTD: Tensor,
+    v_GTD: Tensor,
+    parts: list[DensePart],
+    apart: list[DensePart],
+    layer: LayerCall,
+    run: ChunkPass,
+) -> list[tuple[Tensor, Tensor]]:
+    """One softmax over the parts, and one over each that stays apart.
 
     Returns:
         Output ``[H, T, D]``, stored token by token, in q's dtype, or at least fp32 where parts were merged; and LSE
-        ``[H, T]``.
+        ``[H, T]``. Then those of each part apart, for its rows, in q's dtype.
     """
 
     def attend(part: DensePart) -> tuple[Tensor, Tensor]:
-        return attend_part(q_HTD, k_GTD, v_GTD, part, layer, run)
+        keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
+        return dense_attention_forward(of_rows(q_HTD, part.rows), keys, values, part.call, run.settings.backend)
 
     first, others = _divided(parts)
     outs, lses = zip(*map(attend, first), strict=True)
@@ -102,15 +109,7 @@ def attend_dense(
         out_HTD = out_HTD.to(torch.promote_types(q_HTD.dtype, torch.float32))
     for part in others:
         merge_attention_(of_rows(out_HTD, part.rows), of_rows(lse_HT, part.rows), *attend(part))
-    return out_HTD, lse_HT
-
-
-def attend_part(
-    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, part: DensePart, layer: LayerCall, run: ChunkPass
-) -> tuple[Tensor, Tensor]:
-    """Output, in q's dtype, and LSE of one part, for its rows."""
-    keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
-    return dense_attention_forward(of_rows(q_HTD, part.rows), keys, values, part.call, run.settings.backend)
+    return [(out_HTD, lse_HT), *map(attend, apart)]
 
 
 def attend_dense_backward(
@@ -121,13 +120,14 @@ def attend_dense_backward(
     out_HTD: Tensor,
     lse_HT: Tensor,
     parts: list[DensePart],
+    apart: list[DensePart],
     layer: LayerCall,
     run: ChunkPass,
     *,
     need_kv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What these parts contribute to dQ (in the dtype of `attend_dense`'s output), and dK, dV of the chunk's own
-    tokens. Contributions to earlier pages go to the cache.
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """What the parts contribute to dQ, then each part apart (in the dtypes of `attend_dense`'s outputs), and dK, dV of
+    the chunk's own tokens. Contributions to earlier pages go to the cache.
 
     Args:
         out_HTD, lse_HT: of the whole softmax.
@@ -135,7 +135,30 @@ def attend_dense_backward(
     """
 
     def attend_backward(part: DensePart) -> tuple[Tensor, Tensor, Tensor]:
-        return attend_part_backward(dout_HTD, q_HTD, k_GTD, v_GTD, out_HTD, lse_HT, part, layer, run, need_kv=need_kv)
+        """Of its rows, and of its own tokens where it has some."""
+        rows = part.rows
+        keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
+        part_dq, part_dk, part_dv = dense_attention_backward(
+            of_rows(dout_HTD, rows),
+            of_rows(q_HTD, rows),
+            keys,
+            values,
+            of_rows(out_HTD, rows),
+            of_rows(lse_HT, rows),
+            part.call,
+            run.settings.backend,
+        )
+        past = 0
+        for pages in part.pages:
+            tokens = slice(past, past + len(pages) * run.settings.page_tokens)
+            past = tokens.stop
+            if need_kv:
+                seed = run.rounding_seed(layer.layer)
+                dk, dv = of_rows(part_dk, tokens), of_rows(part_dv, tokens)
+                run.memory.cache.add_gradients(layer.layer, pages, dk, dv, seed=seed)
+        if part.pages and part.own is not None:
+            part_dk, part_dv = part_dk[:, past:], part_dv[:, past:]
+        return part_dq, part_dk, part_dv
 
     first, others = _divided(parts)
     dqs, dks, dvs = zip(*map(attend_backward, first), strict=True)
@@ -144,49 +167,7 @@ def attend_dense_backward(
         dq = dq.to(torch.promote_types(q_HTD.dtype, torch.float32))
     for part in others:
         of_rows(dq, part.rows).add_(attend_backward(part)[0])
-    return dq, _side_by_side(dks), _side_by_side(dvs)
-
-
-def attend_part_backward(
-    dout_HTD: Tensor,
-    q_HTD: Tensor,
-    k_GTD: Tensor,
-    v_GTD: Tensor,
-    out_HTD: Tensor,
-    lse_HT: Tensor,
-    part: DensePart,
-    layer: LayerCall,
-    run: ChunkPass,
-    *,
-    need_kv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What one part contributes to dQ of its rows, in q's dtype, and dK, dV of its own tokens, where it has some.
-    Contributions to earlier pages go to the cache.
-
-    Args: as of `attend_dense_backward`, of all rows.
-    """
-    rows = part.rows
-    keys, values = _keys_of(part, k_GTD, v_GTD, layer, run)
-    dq, dk, dv = dense_attention_backward(
-        of_rows(dout_HTD, rows),
-        of_rows(q_HTD, rows),
-        keys,
-        values,
-        of_rows(out_HTD, rows),
-        of_rows(lse_HT, rows),
-        part.call,
-        run.settings.backend,
-    )
-    past = 0
-    for pages in part.pages:
-        tokens = slice(past, past + len(pages) * run.settings.page_tokens)
-        past = tokens.stop
-        if need_kv:
-            seed = run.rounding_seed(layer.layer)
-            run.memory.cache.add_gradients(layer.layer, pages, of_rows(dk, tokens), of_rows(dv, tokens), seed=seed)
-    if part.pages and part.own is not None:
-        dk, dv = dk[:, past:], dv[:, past:]
-    return dq, dk, dv
+    return [dq, *(attend_backward(part)[0] for part in apart)], _side_by_side(dks), _side_by_side(dvs)
 
 
 def _divided(parts: list[DensePart]) -> tuple[list[DensePart], list[DensePart]]:

@@ -99,9 +99,9 @@ MUTATIONS = (
     Mutation(
         "local instead of global LSE in the backward",
         "oomb_accel/dense_parts.py",
-        "        of_rows(lse_HT, rows),\n        part.call,",
-        "        dense_attention_forward(q_HTD[:, rows], keys, values, part.call, run.settings.backend)[1],\n"
-        "        part.call,",
+        "            of_rows(lse_HT, rows),\n            part.call,",
+        "            dense_attention_forward(q_HTD[:, rows], keys, values, part.call, run.settings.backend)[1],\n"
+        "            part.call,",
     ),
     Mutation(
         "window off by one: too wide",
@@ -142,8 +142,8 @@ MUTATIONS = (
     Mutation(
         "targets of masked chunks only: past gradients dropped without targets",
         "oomb_accel/dense_parts.py",
-        "        if need_kv:",
-        "        if need_kv and run.chunk.num_targets:",
+        "            if need_kv:",
+        "            if need_kv and run.chunk.num_targets:",
     ),
     Mutation(
         "attention across documents of a packed row",
@@ -209,8 +209,8 @@ MUTATIONS = (
     Mutation(
         "sparse: recent pages get the gradients of sinks",
         "oomb_accel/dense_parts.py",
-        "        tokens = slice(past, past + len(pages) * run.settings.page_tokens)",
-        "        tokens = slice(0, len(pages) * run.settings.page_tokens)",
+        "            tokens = slice(past, past + len(pages) * run.settings.page_tokens)",
+        "            tokens = slice(0, len(pages) * run.settings.page_tokens)",
         SPARSE,
     ),
     Mutation(
@@ -223,15 +223,15 @@ MUTATIONS = (
     Mutation(
         "sparse: sinks and recent pages not joined",
         "oomb_accel/attention.py",
-        "    others += [attend_part(",
-        "    [attend_part(",
+        "of_rows(lse_HT, rows)), *others]",
+        "of_rows(lse_HT, rows))]",
         SPARSE,
     ),
     Mutation(
         "sparse: dQ of sinks and recent pages lost",
         "oomb_accel/attention.py",
-        "        other_dqs += [attend_part_backward(",
-        "        [attend_part_backward(",
+        "            [of_rows(dq, rows), *other_dqs],",
+        "            [of_rows(dq, rows)],",
         SPARSE,
     ),
     Mutation(
