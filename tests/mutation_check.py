@@ -216,15 +216,29 @@ MUTATIONS = (
     Mutation(
         "sparse: dense part not joined",
         "oomb_accel/selected_part.py",
-        "        others=(out_HTD, lse_HT),",
-        "        others=None,",
+        "        others=others,",
+        "        others=(),",
+        SPARSE,
+    ),
+    Mutation(
+        "sparse: sinks and recent pages not joined",
+        "oomb_accel/attention.py",
+        "of_rows(lse_HT, rows)), *others]",
+        "of_rows(lse_HT, rows))]",
+        SPARSE,
+    ),
+    Mutation(
+        "sparse: dQ of sinks and recent pages lost",
+        "oomb_accel/attention.py",
+        "            [of_rows(dq, rows), *other_dqs],",
+        "            [of_rows(dq, rows)],",
         SPARSE,
     ),
     Mutation(
         "sparse: dQ of the dense part lost",
         "oomb_accel/selected_part.py",
-        "        dq_HTD=dq_HTD,",
-        "        dq_HTD=None,",
+        "        other_dqs=other_dqs,",
+        "        other_dqs=(),",
         SPARSE,
     ),
     Mutation(
