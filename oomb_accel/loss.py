@@ -69,7 +69,9 @@ def head_gradient(
         log_probs_N = target_log_probs(logits_NV, targets_N)
     del logits_NV
     ones_N = torch.full_like(log_probs_N, _scale_of(dtype))
-    (gradient_ND,) = torch.autograd.grad(log_probs_N, leaf_ND, ones_N)
+    # A backward has the precision of its forward: autograd's own threads know that autocast is on, but not its dtype.
+    with torch.autocast(h_ND.device.type, enabled=False):
+        (gradient_ND,) = torch.autograd.grad(log_probs_N, leaf_ND, ones_N)
     return HeadGradient(log_probs_N.detach(), gradient_ND.to(dtype))
 
 

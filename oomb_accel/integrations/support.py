@@ -232,12 +232,17 @@ def decoder_layers(base: PreTrainedModel) -> list[nn.Module]:
     return [layer for stack in stacks for layer in stack]
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether its calls run what a compiler made of it, which may not ask for another forward."""
+    return module._compiled_call_impl is not None
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether it is a linear layer that nobody watches, as ZeRO 3 does that gathers module by module, with a weight
     that is no more than a tensor."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     changed = "forward" in vars(module) and float8_of(module) is None
-    if type(module) is not nn.Linear or any(hooks) or changed:
+    if type(module) is not nn.Linear or any(hooks) or changed or is_compiled(module):
         return False
     return type(module.weight) is nn.Parameter  # looked at last: where ZeRO 3 watches, looking gathers it
 
