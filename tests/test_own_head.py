@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import attachment_of
@@ -201,7 +202,7 @@ def test_its_backward_has_the_precision_of_its_forward() -> None:
 
 
 def test_the_trial_shows_nothing_to_those_who_watch() -> None:
-    model, seen = with_lora(tiny_model()), list[torch.Size]()
+    model, seen = with_lora(tiny_model()), list[int]()
     model.get_decoder().register_forward_hook(lambda _, __, out: seen.append(out[0].shape[1]))
     model.get_decoder().register_forward_pre_hook(lambda *_: seen.append(0))
     with logits_made(model) as rows, switched_on(model, config()):
@@ -220,44 +221,39 @@ def test_those_who_watch_what_lies_around_the_head_see_logits() -> None:
         assert own_head(attachment_of(model)) is not None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_that_the_model_makes_fp32(dtype: torch.dtype) -> None:
-    """With weights in fp32 that changes nothing, but for what a model makes in 16 bits all the same."""
-    model = with_lora(tiny_model())
-    base, settings = model.get_base_model(), config()
+def change_logits(base: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Have the model's forward do something with its logits."""
     plain = base.forward
 
     @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         output = plain(*args, **kwargs)
-        output.logits = output.logits.float()
+        output.logits = change(output.logits)
         return output
 
     base.forward = forward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_the_model_makes_fp32(dtype: torch.dtype) -> None:
+    """With weights in fp32 that changes nothing, but for what a model makes in 16 bits all the same."""
+    model: Any = with_lora(tiny_model())
+    base = model.get_base_model()
+    change_logits(base, lambda logits: logits.float())
     base.model.norm.register_forward_hook(lambda _, __, out: out.to(dtype))
     base.lm_head.to(dtype)
     check = reference(model, documents_of(LENGTH))
-    ours = chunked(model, padded(documents_of(LENGTH)), settings)
+    ours = chunked(model, padded(documents_of(LENGTH)), config())
     assert abs(float(ours.loss - check.loss)) < 1e-2
 
 
 def test_a_model_that_changes_its_logits_from_some_step_on() -> None:
     model, batch = with_lora(tiny_model()), padded(documents_of(LENGTH)).batch
-    base = model.get_base_model()
     with switched_on(model, config()):
         model(**batch).loss.backward()
-        plain = base.forward
-
-        @wraps(plain)
-        def capped(*args: Any, **kwargs: Any) -> Any:
-            output = plain(*args, **kwargs)
-            output.logits = output.logits.tanh()
-            return output
-
-        base.forward = capped
+        change_logits(model.get_base_model(), torch.tanh)
         with pytest.raises(RuntimeError, match="no longer returns as logits what its head makes"):
             model(**batch).loss.backward()
-    base.forward = plain
 
 
 def test_a_compiled_head() -> None:
@@ -265,3 +261,14 @@ def test_a_compiled_head() -> None:
     wanted = reference(twin(model), documents_of(40))
     model.get_output_embeddings().compile(backend="eager")
     assert_same_result(chunked(model, padded(documents_of(40)), config()), wanted)
+
+
+def test_hooks_on_all_modules() -> None:
+    model, seen = with_lora(tiny_model()), list[int]()
+    head = model.get_output_embeddings()
+    hook = register_module_forward_hook(lambda module, _, out: seen.append(out.shape[-1]) if module is head else None)
+    try:
+        chunked(model, padded(documents_of(40)), config())
+    finally:
+        hook.remove()
+    assert seen == [VOCABULARY] * 5

@@ -107,7 +107,7 @@ class Attachment:
     """Groups of layers that read the same input."""
     around_head: tuple[nn.Module, ...] = field(init=False)
     """Modules within the model whose output is the head's, or has it."""
-    block_ends: tuple[tuple[BaseTunerLayer, ...], ...] = field(init=False)
+    block_ends: tuple[tuple[Any, ...], ...] = field(init=False)
     """Layers whose outputs may be kept from the forward sweep, those first that save most."""
     wrapped: bool = field(init=False)
     """Whether a wrapper runs layers again in the backward, outside of passes."""

@@ -7,7 +7,7 @@ caller's loss. The forward sweep of a chunk makes ``u`` beside the log-probabili
 there would be as many logits as there are words. `loss.py` has the arithmetic.
 
 Only where logits are what the head returns, as they are: models that cap or scale them go the usual way. So do those
-of whose modules around the head somebody sees the output, or has made something by compiling.
+of whose modules around the head somebody sees the output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from oomb_accel.integrations.agreement import is_partitioned
 from oomb_accel.integrations.attachment import Attachment
-from oomb_accel.integrations.support import is_compiled, is_plain_linear
+from oomb_accel.integrations.support import is_plain_linear
 from oomb_accel.loss import HeadGradient, head_gradient, known_log_probs
 
 _NUM_TOKENS = 2
@@ -38,7 +38,7 @@ def own_head(state: Attachment) -> nn.Linear | None:
     head = state.base.get_output_embeddings()
     if head is None or is_partitioned(state.model) or not is_plain_linear(head):
         return None
-    if any(module._forward_hooks or is_compiled(module) for module in state.around_head):
+    if any(module._forward_hooks for module in state.around_head):
         return None
     if head.weight.requires_grad or (head.bias is not None and head.bias.requires_grad):
         return None
@@ -90,6 +90,7 @@ class HeadPass:
             )
         return known_log_probs(output.squeeze(0), self._gradient), self._gradient
 
+    @torch.compiler.disable  # around it a user may compile
     def _forward(self, h_1ND: Tensor) -> Tensor:
         if self._gradient is None:
             make = nn.Linear.forward.__get__(self._head)
