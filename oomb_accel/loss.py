@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from oomb_accel.memory import HeadGradient
 from oomb_kernels import token_log_probs, token_log_probs_backward_
 
 
@@ -39,15 +40,6 @@ def target_log_probs(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """
     log_probs_N: Tensor = _TargetLogProbs.apply(logits_NV, targets_N)
     return log_probs_N
-
-
-class HeadGradient(NamedTuple):
-    """Log-probabilities of targets, and their gradients with respect to what the head reads."""
-
-    log_probs_N: Tensor
-    """fp32, fp64 for fp64 logits."""
-    gradient_ND: Tensor
-    """In the dtype of logits; times `_scale_of` it."""
 
 
 def head_gradient(

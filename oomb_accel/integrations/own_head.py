@@ -23,7 +23,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from oomb_accel.integrations.agreement import is_partitioned
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.support import is_plain_linear
-from oomb_accel.loss import HeadGradient, head_gradient, known_log_probs
+from oomb_accel.loss import head_gradient, known_log_probs
+from oomb_accel.memory import HeadGradient
 
 _NUM_TOKENS = 2
 """Of the trial call."""
