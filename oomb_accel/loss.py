@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from oomb_accel.memory import HeadGradient
 from oomb_kernels import token_log_probs, token_log_probs_backward_
 
 
@@ -41,15 +42,6 @@ def target_log_probs(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     return log_probs_N
 
 
-class HeadGradient(NamedTuple):
-    """Log-probabilities of targets, and their gradients with respect to what the head reads."""
-
-    log_probs_N: Tensor
-    """fp32, fp64 for fp64 logits."""
-    gradient_ND: Tensor
-    """In the dtype of logits; times `_scale_of` it."""
-
-
 def head_gradient(
     head: Callable[[Tensor], Tensor], h_ND: Tensor, targets_N: Tensor, on_logits: Callable[[Tensor], None] | None
 ) -> HeadGradient:
@@ -69,7 +61,9 @@ def head_gradient(
         log_probs_N = target_log_probs(logits_NV, targets_N)
     del logits_NV
     ones_N = torch.full_like(log_probs_N, _scale_of(dtype))
-    (gradient_ND,) = torch.autograd.grad(log_probs_N, leaf_ND, ones_N)
+    # A backward has the precision of its forward: autograd's own threads know that autocast is on, but not its dtype.
+    with torch.autocast(h_ND.device.type, enabled=False):
+        (gradient_ND,) = torch.autograd.grad(log_probs_N, leaf_ND, ones_N)
     return HeadGradient(log_probs_N.detach(), gradient_ND.to(dtype))
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from oomb_accel.foresight import Foresight, Phase
-from oomb_accel.loss import HeadGradient
 from oomb_accel.pages import PagedKVCache, PageRooms
 from oomb_accel.schedule import Chunk
 from oomb_accel.selection import PageSelector
@@ -31,6 +30,15 @@ class Product(NamedTuple):
 
 Products: TypeAlias = dict[Any, list[Product]]
 """By linear layer, what it has computed for one chunk, call by call; others are not kept."""
+
+
+class HeadGradient(NamedTuple):
+    """Log-probabilities of targets, and their gradients with respect to what the head reads."""
+
+    log_probs_N: Tensor
+    """fp32, fp64 for fp64 logits."""
+    gradient_ND: Tensor
+    """In the dtype of logits; times a scale that `loss.py` has for it."""
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 
 import oomb_accel
@@ -18,7 +19,7 @@ from oomb_accel.integrations.fused_lora import _FusedLinears
 from oomb_accel.memory import Product, StreamMemory
 from tests.harness.batches import documents_of, padded
 from tests.harness.models import tiny_model, twin, with_lora
-from tests.harness.parity import chunked, config, switched_on
+from tests.harness.parity import check_parity, chunked, config, switched_on
 from tests.harness.sparse import sparse
 from tests.harness.tolerance import assert_same_bits
 
@@ -168,3 +169,29 @@ def test_what_is_kept_is_counted_and_goes_with_its_chunk() -> None:
     forward = [found["kept_outputs"] for sweep, found in seen if sweep == "forward"]
     assert forward[8] == 9 * 16 * (NUM_LAYERS * (272 + 2 * 272) + 4 * 64 + 4)
     assert kept[-1] == 0 and sorted(kept, reverse=True) == kept
+
+
+def test_a_product_that_a_hook_may_change_unseen_is_made_again() -> None:
+    """A change of ``.data`` is one of which the tensor does not tell."""
+
+    def halve(_: nn.Module, __: Any, out: Tensor) -> None:
+        out.data.mul_(0.5)
+
+    model: Any = with_lora(tiny_model().double()).double()
+    for layer in model.base_model.model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(halve)
+    with counted() as counts:
+        check_parity(model, padded(documents_of(LENGTH)), config(keep_outputs=True))
+    assert counts["kept"] == 9 * NUM_LAYERS
+
+
+def test_layers_that_have_lost_their_adapter() -> None:
+    model: Any = with_lora(tiny_model())
+    model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.set_adapter("other")
+    wanted = chunked(twin(model), batch())
+    with switched_on(model, config()):
+        model.delete_adapter("default")
+        loss = model(**batch().batch).loss
+        loss.backward()
+    assert_same_bits(loss.detach(), wanted.loss)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import attachment_of
@@ -17,8 +19,8 @@ from oomb_accel.integrations.own_head import own_head
 from oomb_accel.loss import head_gradient, known_log_probs, target_log_probs
 from oomb_accel.memory import StreamMemory
 from tests.harness.batches import documents_of, packed, padded
-from tests.harness.models import tiny_model, twin, with_lora
-from tests.harness.parity import check_parity, chunked, config, switched_on
+from tests.harness.models import VOCABULARY, tiny_model, twin, with_lora
+from tests.harness.parity import assert_same_result, check_parity, chunked, config, reference, switched_on
 from tests.harness.sparse import sparse
 from tests.harness.tolerance import assert_same_bits
 
@@ -112,12 +114,13 @@ def nothing(model: Any) -> None:
 def test_which_heads(model_type: str, change: Any, expected: bool) -> None:
     model = with_lora(tiny_model(model_type))
     change(model)
-    before = torch.random.get_rng_state()
+    before, trunk = torch.random.get_rng_state(), model.get_decoder()
     with switched_on(model, config()):
         state = attachment_of(model)
         assert (own_head(state) is model.get_output_embeddings()) is expected
         assert torch.equal(torch.random.get_rng_state(), before)
         modules = (model.get_output_embeddings(), model.get_decoder())
+        assert modules[1] is trunk
         assert not any("forward" in vars(module) for module in modules), "the trial leaves nothing behind"
 
 
@@ -175,3 +178,97 @@ def test_the_gradient_with_many_words(dtype: torch.dtype) -> None:
     assert found.dtype == dtype and errors[0] <= 1.5 * errors[1] + 1e-14
     size = float((found.double() * wanted).sum() / (wanted * wanted).sum())
     assert abs(size - 1) < {torch.bfloat16: 3e-4, torch.float16: 2e-4}.get(dtype, 1e-6), "no factor is lost"
+
+
+def test_its_backward_has_the_precision_of_its_forward() -> None:
+    """Autograd's threads do not know the caller's autocast dtype: for CUDA it would be fp16 there."""
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return grads[0]
+
+    seen: list[bool] = []
+    head = nn.Linear(8, 32, bias=False).requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = head_gradient(lambda h: Noted.apply(head(h)), torch.randn(4, 8), torch.zeros(4, dtype=torch.long), None)
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [False] and made.gradient_ND.dtype == torch.bfloat16
+
+
+def test_the_trial_shows_nothing_to_those_who_watch() -> None:
+    model, seen = with_lora(tiny_model()), list[int]()
+    model.get_decoder().register_forward_hook(lambda _, __, out: seen.append(out[0].shape[1]))
+    model.get_decoder().register_forward_pre_hook(lambda *_: seen.append(0))
+    with logits_made(model) as rows, switched_on(model, config()):
+        model(**padded(documents_of(20)).batch).loss.backward()
+    assert seen == [0, 16, 0, 4, 0, 16] and sum(rows) == 19
+
+
+def test_those_who_watch_what_lies_around_the_head_see_logits() -> None:
+    model, seen = with_lora(tiny_model()), list[int]()
+    watch = model.base_model.register_forward_hook(lambda _, __, out: seen.append(out.logits.shape[-1]))
+    batch = padded(documents_of(LENGTH))
+    with switched_on(model, config()):
+        model(**batch.batch).loss.backward()
+        assert seen == [VOCABULARY] * (2 * NUM_CHUNKS - 1)
+        watch.remove()
+        assert own_head(attachment_of(model)) is not None
+
+
+def change_logits(base: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Have the model's forward do something with its logits."""
+    plain = base.forward
+
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = plain(*args, **kwargs)
+        output.logits = change(output.logits)
+        return output
+
+    base.forward = forward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_the_model_makes_fp32(dtype: torch.dtype) -> None:
+    """With weights in fp32 that changes nothing, but for what a model makes in 16 bits all the same."""
+    model: Any = with_lora(tiny_model())
+    base = model.get_base_model()
+    change_logits(base, lambda logits: logits.float())
+    base.model.norm.register_forward_hook(lambda _, __, out: out.to(dtype))
+    base.lm_head.to(dtype)
+    check = reference(model, documents_of(LENGTH))
+    ours = chunked(model, padded(documents_of(LENGTH)), config())
+    assert abs(float(ours.loss - check.loss)) < 1e-2
+
+
+def test_a_model_that_changes_its_logits_from_some_step_on() -> None:
+    model, batch = with_lora(tiny_model()), padded(documents_of(LENGTH)).batch
+    with switched_on(model, config()):
+        model(**batch).loss.backward()
+        change_logits(model.get_base_model(), torch.tanh)
+        with pytest.raises(RuntimeError, match="no longer returns as logits what its head makes"):
+            model(**batch).loss.backward()
+
+
+def test_a_compiled_head() -> None:
+    model = with_lora(tiny_model())
+    wanted = reference(twin(model), documents_of(40))
+    model.get_output_embeddings().compile(backend="eager")
+    assert_same_result(chunked(model, padded(documents_of(40)), config()), wanted)
+
+
+def test_hooks_on_all_modules() -> None:
+    model, seen = with_lora(tiny_model()), list[int]()
+    head = model.get_output_embeddings()
+    hook = register_module_forward_hook(lambda module, _, out: seen.append(out.shape[-1]) if module is head else None)
+    try:
+        chunked(model, padded(documents_of(40)), config())
+    finally:
+        hook.remove()
+    assert seen == [VOCABULARY] * 5

@@ -105,7 +105,9 @@ class Attachment:
     """Plain LoRA layers, whose input cast is redundant under autocast."""
     lora_siblings: tuple[tuple[BaseTunerLayer, ...], ...] = field(init=False)
     """Groups of layers that read the same input."""
-    block_ends: tuple[tuple[BaseTunerLayer, ...], ...] = field(init=False)
+    around_head: tuple[nn.Module, ...] = field(init=False)
+    """Modules within the model whose output is the head's, or has it."""
+    block_ends: tuple[tuple[Any, ...], ...] = field(init=False)
     """Layers whose outputs may be kept from the forward sweep, those first that save most."""
     wrapped: bool = field(init=False)
     """Whether a wrapper runs layers again in the backward, outside of passes."""
@@ -129,6 +131,8 @@ class Attachment:
         self.wrapped = any(type(module).__name__ == "CheckpointWrapper" for module in self.modules)
         self.lora_layers = () if self.wrapped else tuple(m for m in self.adapter_layers if _is_plain_lora(m))
         self.lora_siblings = lora_siblings(self.modules)
+        head = self.base.get_output_embeddings()
+        self.around_head = tuple(m for m in self.modules if m is not self.model and head in m.modules())
         self.block_ends = () if self.wrapped else block_ends(decoder_layers(self.base))
         self.float8_base = None
         if self.config.base_dtype == "float8":

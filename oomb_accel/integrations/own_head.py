@@ -6,7 +6,8 @@ gradient is ``g u``, with ``u = (onehot - softmax) W`` and one number g for each
 caller's loss. The forward sweep of a chunk makes ``u`` beside the log-probabilities: as many numbers as h has, where
 there would be as many logits as there are words. `loss.py` has the arithmetic.
 
-Only where logits are what the head returns, as they are: models that cap or scale them go the usual way.
+Only where logits are what the head returns, as they are: models that cap or scale them go the usual way. So do those
+of whose modules around the head somebody sees the output.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from oomb_accel.integrations.agreement import is_partitioned
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.support import is_plain_linear
-from oomb_accel.loss import HeadGradient, head_gradient, known_log_probs
+from oomb_accel.loss import head_gradient, known_log_probs
+from oomb_accel.memory import HeadGradient
 
 _NUM_TOKENS = 2
 """Of the trial call."""
@@ -36,6 +38,8 @@ def own_head(state: Attachment) -> nn.Linear | None:
     """
     head = state.base.get_output_embeddings()
     if head is None or is_partitioned(state.model) or not is_plain_linear(head):
+        return None
+    if any(module._forward_hooks for module in state.around_head):
         return None
     if head.weight.requires_grad or (head.bias is not None and head.bias.requires_grad):
         return None
@@ -75,10 +79,19 @@ class HeadPass:
 
         Args:
             output: what the model returned as its logits.
+
+        Raises:
+            RuntimeError: it is not what the head returned.
         """
-        assert output is self._h and self._gradient is not None, "the model returned what its head did"
+        if output is not self._h or self._gradient is None:
+            raise RuntimeError(
+                "The model no longer returns as logits what its head makes.\n"
+                "  When it was tried, before the first step, it did; its forward has been changed since then.\n"
+                "  Call oomb_accel.disable(model) and oomb_accel.enable(model, config) again."
+            )
         return known_log_probs(output.squeeze(0), self._gradient), self._gradient
 
+    @torch.compiler.disable  # around it a user may compile
     def _forward(self, h_1ND: Tensor) -> Tensor:
         if self._gradient is None:
             make = nn.Linear.forward.__get__(self._head)
@@ -88,15 +101,12 @@ class HeadPass:
 
 
 def _is_last(state: Attachment, head: nn.Linear) -> bool:
-    """Whether the model returns as logits the very tensor that its head returns. Its layers do not run for that."""
-    trunk = getattr(state.base, state.base.base_model_prefix, None)
-    if not isinstance(trunk, nn.Module) or trunk is state.base:
-        return False
-    hidden: Any = torch.zeros(1, _NUM_TOKENS, head.in_features, dtype=state.base.dtype, device=head.weight.device)
+    """Whether the model returns as logits the very tensor that its head returns. Another trunk stands in for its own,
+    so its layers do not run for that, and nobody who watches them sees it."""
+    base, name = state.base, state.base.base_model_prefix
+    # In 16 bits, so that a model shows that makes its logits fp32.
+    hidden = torch.zeros(1, _NUM_TOKENS, head.in_features, dtype=torch.bfloat16, device=head.weight.device)
     returned: list[Tensor] = []
-
-    def of_trunk(*_: Any, **__: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=hidden)
 
     def of_head(h_1ND: Tensor) -> Tensor:
         returned.append(h_1ND)
@@ -104,12 +114,29 @@ def _is_last(state: Attachment, head: nn.Linear) -> bool:
 
     ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=hidden.device)
     rows = torch.arange(_NUM_TOKENS, device=hidden.device)
+    trunk = base._modules.get(name)
+    if trunk is None:
+        return False
+    base._modules[name] = _Trunk(hidden)
     try:
-        with torch.no_grad(), _replaced(trunk, of_trunk), _replaced(head, of_head):
+        with torch.no_grad(), _replaced(head, of_head):
             output = state.chunk_forward(input_ids=ids, use_cache=False, return_dict=True, logits_to_keep=rows)
         return len(returned) == 1 and output.logits is returned[0] and returned[0].shape == hidden.shape
     except Exception:  # whatever such a model wants: it goes the usual way
         return False
+    finally:
+        base._modules[name] = trunk
+
+
+class _Trunk(nn.Module):
+    """Has this to say about any tokens."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self._hidden: Any = hidden
+
+    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self._hidden)
 
 
 @contextmanager

@@ -99,7 +99,9 @@ def kept_chunks(
     heads = fitting(of_head) if of_head else frozenset[int]()
     outputs = everything if wanted is True else fitting(of_outputs)
     products = dict[int, list[Any]]()
-    for ends in filter(None, state.block_ends):
+    # A hook might change an output unseen: of writing to its data, as of a kernel's, a tensor does not tell.
+    unwatched = ([end for end in ends if not end._forward_hooks] for ends in state.block_ends)
+    for ends in filter(None, unwatched):
         for index in fitting(sum(_product_bytes(end, dtype) for end in ends)):
             products.setdefault(index, []).extend(ends)
     return KeptChunks(heads, outputs, products)
@@ -256,7 +258,7 @@ def _sparse_workspace(state: Attachment, schedule: ChunkSchedule, dtype: torch.d
 
 def _product_bytes(layer: Any, dtype: torch.dtype) -> int:
     """Of what a linear layer with LoRA keeps of a token."""
-    return mlp_output_bytes(layer.out_features, max(layer.r.values()), dtype.itemsize)
+    return mlp_output_bytes(layer.out_features, max(layer.r.values(), default=0), dtype.itemsize)
 
 
 def _spare_bytes(state: Attachment, schedule: ChunkSchedule, device: torch.device) -> int:

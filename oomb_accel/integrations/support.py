@@ -12,6 +12,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 
 from oomb_accel.config import OombConfig
@@ -236,8 +237,9 @@ def is_plain_linear(module: nn.Module) -> bool:
     """Whether it is a linear layer that nobody watches, as ZeRO 3 does that gathers module by module, with a weight
     that is no more than a tensor."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    everywhere = _has_any_global_hook()
     changed = "forward" in vars(module) and float8_of(module) is None
-    if type(module) is not nn.Linear or any(hooks) or changed:
+    if type(module) is not nn.Linear or any(hooks) or everywhere or changed:
         return False
     return type(module.weight) is nn.Parameter  # looked at last: where ZeRO 3 watches, looking gathers it
 
