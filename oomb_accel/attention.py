@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oomb_accel.chunk_pass import ChunkPass, LayerCall
-from oomb_accel.dense_parts import DensePart, attend_dense, attend_dense_backward, dense_parts, one_apart
+from oomb_accel.dense_parts import attend_dense, attend_dense_backward, dense_parts
 from oomb_accel.selected_part import SelectedPages, attend_selected, attend_selected_backward, selected_pages
 from oomb_kernels import of_rows
 
@@ -95,13 +95,14 @@ def _attend_and_keep(
 def _attend(
     q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass, selected: SelectedPages | None
 ) -> tuple[Tensor, Tensor]:
-    parts, apart = _parts(layer, run, selected)
-    (out_HTD, lse_HT), *others = attend_dense(q_HTD, k_GTD, v_GTD, parts, apart, layer, run)
+    parts = dense_parts(layer, run, selected.reach if selected else None)
+    out_HTD, lse_HT = attend_dense(q_HTD, k_GTD, v_GTD, parts, layer, run)
     if selected is None:
         return out_HTD.to(q_HTD.dtype), lse_HT
     rows = run.first_rows
-    others = [(of_rows(out_HTD, rows), of_rows(lse_HT, rows)), *others]
-    joined_out, joined_lse = attend_selected(of_rows(q_HTD, rows), others, selected, layer, run)
+    joined_out, joined_lse = attend_selected(
+        of_rows(q_HTD, rows), of_rows(out_HTD, rows), of_rows(lse_HT, rows), selected, layer, run
+    )
     return _with_rows(out_HTD, joined_out, q_HTD.dtype), _with_rows(lse_HT, joined_lse, lse_HT.dtype)
 
 
@@ -120,9 +121,9 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV of the chunk. Contributions to earlier pages go to the cache; what later chunks left in the
     chunk's own pages comes back with dK, dV: that is the whole recurrence."""
-    parts, apart = _parts(layer, run, selected)
-    (dq, *other_dqs), dk, dv = attend_dense_backward(
-        dout_HTD, q_HTD, k_GTD, v_GTD, out_HTD, lse_HT, parts, apart, layer, run, need_kv=need_kv
+    parts = dense_parts(layer, run, selected.reach if selected else None)
+    dq, dk, dv = attend_dense_backward(
+        dout_HTD, q_HTD, k_GTD, v_GTD, out_HTD, lse_HT, parts, layer, run, need_kv=need_kv
     )
     if selected is not None:
         rows = run.first_rows
@@ -131,7 +132,7 @@ def _attend_backward(
             of_rows(q_HTD, rows),
             of_rows(out_HTD, rows),
             of_rows(lse_HT, rows),
-            [of_rows(dq, rows), *other_dqs],
+            of_rows(dq, rows),
             selected,
             layer,
             run,
@@ -141,13 +142,6 @@ def _attend_backward(
     if need_kv:
         run.memory.cache.collect_gradients(layer.layer, run.chunk, dk, dv)
     return dq.to(q_HTD.dtype), dk, dv
-
-
-def _parts(layer: LayerCall, run: ChunkPass, selected: SelectedPages | None) -> tuple[list[DensePart], list[DensePart]]:
-    """Dense parts that are merged, and at most one that the selected pages join as it is."""
-    if selected is None:
-        return dense_parts(layer, run, None), []
-    return one_apart(dense_parts(layer, run, selected.reach))
 
 
 def _with_rows(x: Tensor, first: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
 """The dense part of a chunk's attention: its own tokens, and pages that every query attends to.
 
 It is cut into parts that a library kernel can do in one call. Parts that share query rows are merged by their LSE in
-fp32; beside selected pages one of them is left apart, since those kernels merge two themselves. In the backward every
-part is called with the *global* output and LSE, so each part's gradients are exact (the rule of ring attention).
+fp32. In the backward every part is called with the *global* output and LSE, so each part's gradients are exact (the
+rule of ring attention).
 
 Legend: H query heads, G KV heads, T tokens of the chunk, D head_dim.
 """
@@ -77,25 +77,14 @@ def _make_parts(layer: LayerCall, run: ChunkPass, window: int | None, reach: Rea
     return parts
 
 
-def one_apart(parts: list[DensePart]) -> tuple[list[DensePart], list[DensePart]]:
-    """All parts but one, and it: the last that joins the softmax of the chunk's first segment, if any does."""
-    return (parts[:-1], parts[-1:]) if parts[-1].own is None else (parts, [])
-
-
 def attend_dense(
-    q_HTD: Tensor,
-    k_GTD: Tensor,
-    v_GTD: Tensor,
-    parts: list[DensePart],
-    apart: list[DensePart],
-    layer: LayerCall,
-    run: ChunkPass,
-) -> list[tuple[Tensor, Tensor]]:
-    """One softmax over the parts, and one over each that stays apart.
+    q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, parts: list[DensePart], layer: LayerCall, run: ChunkPass
+) -> tuple[Tensor, Tensor]:
+    """One softmax over all parts.
 
     Returns:
         Output ``[H, T, D]``, stored token by token, in q's dtype, or at least fp32 where parts were merged; and LSE
-        ``[H, T]``. Then those of each part apart, for its rows, in q's dtype.
+        ``[H, T]``.
     """
 
     def attend(part: DensePart) -> tuple[Tensor, Tensor]:
@@ -109,7 +98,7 @@ def attend_dense(
         out_HTD = out_HTD.to(torch.promote_types(q_HTD.dtype, torch.float32))
     for part in others:
         merge_attention_(of_rows(out_HTD, part.rows), of_rows(lse_HT, part.rows), *attend(part))
-    return [(out_HTD, lse_HT), *map(attend, apart)]
+    return out_HTD, lse_HT
 
 
 def attend_dense_backward(
@@ -120,14 +109,13 @@ def attend_dense_backward(
     out_HTD: Tensor,
     lse_HT: Tensor,
     parts: list[DensePart],
-    apart: list[DensePart],
     layer: LayerCall,
     run: ChunkPass,
     *,
     need_kv: bool,
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """What the parts contribute to dQ, then each part apart (in the dtypes of `attend_dense`'s outputs), and dK, dV of
-    the chunk's own tokens. Contributions to earlier pages go to the cache.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the parts contribute to dQ (in the dtype of `attend_dense`'s output), and dK, dV of the chunk's own tokens.
+    Contributions to earlier pages go to the cache.
 
     Args:
         out_HTD, lse_HT: of the whole softmax.
@@ -167,7 +155,7 @@ def attend_dense_backward(
         dq = dq.to(torch.promote_types(q_HTD.dtype, torch.float32))
     for part in others:
         of_rows(dq, part.rows).add_(attend_backward(part)[0])
-    return [dq, *(attend_backward(part)[0] for part in apart)], _side_by_side(dks), _side_by_side(dvs)
+    return dq, _side_by_side(dks), _side_by_side(dvs)
 
 
 def _divided(parts: list[DensePart]) -> tuple[list[DensePart], list[DensePart]]:

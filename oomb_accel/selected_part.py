@@ -8,7 +8,6 @@ Legend: H query heads, G KV heads, T tokens of the chunk, D head_dim, N candidat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -56,16 +55,16 @@ def selected_pages(q_HTD: Tensor, layer: LayerCall, run: ChunkPass, *, first_run
 
 
 def attend_selected(
-    q_HTD: Tensor, others: Sequence[tuple[Tensor, Tensor]], selected: SelectedPages, layer: LayerCall, run: ChunkPass
+    q_HTD: Tensor, out_HTD: Tensor, lse_HT: Tensor, selected: SelectedPages, layer: LayerCall, run: ChunkPass
 ) -> tuple[Tensor, Tensor]:
-    """Join the selected pages and the dense parts in one softmax.
+    """Join the selected pages to the softmax of the dense part.
 
     Args:
         q_HTD: queries of the chunk's first segment.
-        others: output ``[H, T, D]`` and LSE ``[H, T]`` of the same rows, of up to two dense parts.
+        out_HTD, lse_HT: dense part of the same rows.
 
     Returns:
-        Output in q's dtype and LSE of all, new tensors.
+        Output in q's dtype and LSE of both, new tensors.
     """
     cache, candidates = run.memory.cache, selected.reach.candidates
     slots_GN = cache.value_slots(layer.layer, candidates, selected.touched)
@@ -76,7 +75,7 @@ def attend_selected(
         selected.lists,
         scale=layer.scale,
         softcap=layer.softcap,
-        others=others,
+        others=(out_HTD, lse_HT),
         scales_GN2=cache.value_scales(layer.layer, candidates),
     )
 
@@ -86,7 +85,7 @@ def attend_selected_backward(
     q_HTD: Tensor,
     out_HTD: Tensor,
     lse_HT: Tensor,
-    other_dqs: Sequence[Tensor],
+    dq_HTD: Tensor,
     selected: SelectedPages,
     layer: LayerCall,
     run: ChunkPass,
@@ -97,11 +96,11 @@ def attend_selected_backward(
 
     Args:
         out_HTD, lse_HT: of the whole softmax; rows of the first segment, as all others here.
-        other_dqs: what up to two dense parts contributed, ``[H, T, D]`` each.
+        dq_HTD: what the dense part contributed.
         need_kv: whether page gradients are wanted.
 
     Returns:
-        dQ of all parts, in q's dtype.
+        dQ of both parts, in q's dtype.
     """
     cache, candidates = run.memory.cache, selected.reach.candidates
     slots_GN = cache.value_slots(layer.layer, candidates, selected.touched)
@@ -119,6 +118,6 @@ def attend_selected_backward(
         scale=layer.scale,
         softcap=layer.softcap,
         seed=run.rounding_seed(layer.layer),
-        other_dqs=other_dqs,
+        dq_HTD=dq_HTD,
         scales_GN2=cache.value_scales(layer.layer, candidates),
     )

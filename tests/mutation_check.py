@@ -216,29 +216,15 @@ MUTATIONS = (
     Mutation(
         "sparse: dense part not joined",
         "oomb_accel/selected_part.py",
-        "        others=others,",
-        "        others=(),",
-        SPARSE,
-    ),
-    Mutation(
-        "sparse: sinks and recent pages not joined",
-        "oomb_accel/attention.py",
-        "of_rows(lse_HT, rows)), *others]",
-        "of_rows(lse_HT, rows))]",
-        SPARSE,
-    ),
-    Mutation(
-        "sparse: dQ of sinks and recent pages lost",
-        "oomb_accel/attention.py",
-        "            [of_rows(dq, rows), *other_dqs],",
-        "            [of_rows(dq, rows)],",
+        "        others=(out_HTD, lse_HT),",
+        "        others=None,",
         SPARSE,
     ),
     Mutation(
         "sparse: dQ of the dense part lost",
         "oomb_accel/selected_part.py",
-        "        other_dqs=other_dqs,",
-        "        other_dqs=(),",
+        "        dq_HTD=dq_HTD,",
+        "        dq_HTD=None,",
         SPARSE,
     ),
     Mutation(

@@ -30,34 +30,12 @@ PAGE_FAULTS = {
         "forward: sums not rescaled when scores grow": ("            total *= rescale", "            pass"),
         "forward: output not rescaled when scores grow": ("            acc *= rescale[:, None]", "            pass"),
         "forward: weights that overflow beside the others kept": ("0, 1), 0) == 1:", "0, 1), 0) == 2:"),
-        "forward: second part of other keys left out": (
-            "    if OTHERS > 1:\n        weight_1",
-            "    if False:\n        weight_1",
-        ),
-        "forward: weight of the second part of other keys forgotten": ("weight + _weight(lse_1, top)", "weight"),
-        "forward: the first part of other keys is always the larger": (
-            "tl.maximum(lse.to(tl.float32), lse_1.to(tl.float32))",
-            "lse.to(tl.float32)",
-        ),
-        "forward: rows that neither part saw are NaN": ('tl.where(top == float("-inf"), 0.0, top))', "top)"),
-        "forward: LSE of the second part read with the strides of the first": (
-            "head * other_lse_stride_h_1 + row.to(tl.int64) * other_lse_stride_t_1",
-            "head * other_lse_stride_h + row.to(tl.int64) * other_lse_stride_t",
-        ),
         "forward: LSE in base 2": ("(top + tl.log2(safe)) * 0.6931471805599453", "top + tl.log2(safe)"),
     },
     ("page_dq.py", PAGE_GRADIENTS): {
         "dQ: what other keys contribute dropped": (
-            "_h + token * other_stride_t + col[None, :]\n        acc += tl.load(other_at",
-            "_h + token * other_stride_t + col[None, :]\n        acc += 0 * tl.load(other_at",
-        ),
-        "dQ: what the second part of other keys contributes dropped": (
-            "_h_1 + token * other_stride_t_1 + col[None, :]\n        acc += tl.load(other_at",
-            "_h_1 + token * other_stride_t_1 + col[None, :]\n        acc += 0 * tl.load(other_at",
-        ),
-        "dQ: second part of other keys read with the strides of the first": (
-            "head * other_stride_h_1 + token * other_stride_t_1",
-            "head * other_stride_h + token * other_stride_t",
+            "        acc += tl.load(other_at",
+            "        acc += 0 * tl.load(other_at",
         ),
         "dQ: every row tile takes its own list": (
             "num_blocks + first // Q_BLOCK",

@@ -116,9 +116,9 @@ def without_page_gradients(*args: Any, **kwargs: Any) -> Tensor:
     return page_attention_backward(dout, q, out, lse, pool, slots, None, None, lists, **kwargs)
 
 
-def with_half_dq(*args: Any, other_dqs: list[Tensor], **kwargs: Any) -> Tensor:
-    both: Tensor = page_attention_backward(*args, other_dqs=other_dqs, **kwargs)
-    return (both + sum(other_dqs)) / 2
+def with_half_dq(*args: Any, dq_HTD: Tensor, **kwargs: Any) -> Tensor:
+    both: Tensor = page_attention_backward(*args, dq_HTD=dq_HTD, **kwargs)
+    return (both + dq_HTD) / 2
 
 
 def without_last_page(q: Tensor, pool: Tensor, slots: Tensor, lists: PageLists, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """Attention over selected pages: picks the kernels or their definition. Suffixes as in `page_lists`."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ def page_attention_forward(
     *,
     scale: float,
     softcap: float | None = None,
-    others: Sequence[tuple[Tensor, Tensor]] = (),
+    others: tuple[Tensor, Tensor] | None = None,
     scales_GN2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query block over the pages of its list, and over other keys, under one softmax.
@@ -38,9 +37,8 @@ def page_attention_forward(
         lists: pages of each (KV head, query block); pages lie before all queries, so every row sees them whole.
         scale: factor on q·k, positive.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
-        others: attention of the same queries over other keys, in up to two parts: of each the output ``[H, T, D]`` (any
-            floating dtype; strides are free but for the last) and the natural-log LSE ``[H, T]`` (fp32, any strides).
-            They are merged in fp32. Where a part's LSE is -inf its row saw no key, and its output must be finite.
+        others: output ``[H, T, D]`` (any floating dtype) and natural-log LSE ``[H, T]`` (fp32) of the same queries over
+            other keys.
         scales_GN2: fp32, of each candidate page's K and V, where the pool is in e4m3.
 
     Returns:
@@ -75,7 +73,7 @@ def page_attention_backward(
     scale: float,
     softcap: float | None = None,
     seed: int,
-    other_dqs: Sequence[Tensor] = (),
+    dq_HTD: Tensor | None = None,
     scales_GN2: Tensor | None = None,
 ) -> Tensor:
     """Gradients of attention over selected pages, given output and LSE of the whole softmax.
@@ -92,11 +90,10 @@ def page_attention_backward(
             are added to what lies there, once per page. None leaves them out.
         grad_slots_GN: int32, the record of each candidate page in `grad_pool`; all selected ones hold a value already.
         seed: of the stochastic rounding.
-        other_dqs: what other keys contribute to dQ, in up to two parts ``[H, T, D]``, of any floating dtypes and any
-            strides but the last. They are added in fp32.
+        dq_HTD: what the other keys contribute to dQ, any floating dtype.
 
     Returns:
-        dq_HTD in q's dtype, memory ordered [T, H, D], with what `other_dqs` brought.
+        dq_HTD in q's dtype, memory ordered [T, H, D], with what `dq_HTD` brought.
 
     Raises:
         ValueError: as the forward.
@@ -106,12 +103,12 @@ def page_attention_backward(
         with torch.autocast(q_HTD.device.type, enabled=False):
             return page_attention_backward_reference(
                 dout_HTD, q_HTD, out_HTD, lse_HT, pool, slots_GN, grad_pool, grad_slots_GN, lists,
-                scale=scale, softcap=softcap, seed=seed, other_dqs=other_dqs, scales_GN2=scales_GN2,
+                scale=scale, softcap=softcap, seed=seed, dq_HTD=dq_HTD, scales_GN2=scales_GN2,
             )  # fmt: skip
     index = None if grad_pool is None else build_page_index(lists, unit_blocks(lists, math.prod(pool.shape[1:])))
     return launch_page_attention_backward(
         dout_HTD, q_HTD, out_HTD, lse_HT, pool, slots_GN, grad_pool, grad_slots_GN, lists, index,
-        scale=scale, softcap=softcap, seed=seed, other_dqs=other_dqs, scales_GN2=scales_GN2,
+        scale=scale, softcap=softcap, seed=seed, dq_HTD=dq_HTD, scales_GN2=scales_GN2,
     )  # fmt: skip
 
 

@@ -9,8 +9,6 @@ workspace has room for. Where it has none for a single one, as where nobody asks
 that forms the scores itself: seven products, three without dK and dV.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -43,15 +41,15 @@ def page_attention_backward_reference(
     scale: float,
     softcap: float | None = None,
     seed: int,
-    other_dqs: Sequence[Tensor] = (),
+    dq_HTD: Tensor | None = None,
     scales_GN2: Tensor | None = None,
 ) -> Tensor:
     """The definition of `page_attention_backward`, in plain torch."""
     wide = torch.promote_types(q_HTD.dtype, torch.float32)
     num_heads, num_tokens, head_dim = q_HTD.shape
     dq = q_HTD.new_zeros(num_tokens, num_heads, head_dim, dtype=wide).transpose(0, 1)
-    for other_dq in other_dqs:
-        dq += other_dq
+    if dq_HTD is not None:
+        dq.copy_(dq_HTD)
     delta_HT = (dout_HTD.to(wide) * out_HTD.to(wide)).sum(-1)
     grads_GN2PD = q_HTD.new_zeros(*slots_GN.shape, *pool.shape[1:], dtype=wide)
     touched_GN = torch.zeros_like(slots_GN, dtype=torch.bool)
@@ -132,7 +130,7 @@ def launch_page_attention_backward(
     scale: float,
     softcap: float | None = None,
     seed: int,
-    other_dqs: Sequence[Tensor] = (),
+    dq_HTD: Tensor | None = None,
     scales_GN2: Tensor | None = None,
     turn: int | None = None,
 ) -> Tensor:
@@ -161,11 +159,11 @@ def launch_page_attention_backward(
             )  # fmt: skip
             if ds is not None:
                 launch_page_dq_sum(
-                    ds, *pages, lists, groups, result_HTD, scale=scale, other_dqs=other_dqs, scales_GN2=scales_GN2
+                    ds, *pages, lists, groups, result_HTD, scale=scale, dq_HTD=dq_HTD, scales_GN2=scales_GN2
                 )
     if ds is None:
         launch_page_dq(
-            *rows, *pages, lists, result_HTD, scale=scale, softcap=softcap, other_dqs=other_dqs, scales_GN2=scales_GN2
+            *rows, *pages, lists, result_HTD, scale=scale, softcap=softcap, dq_HTD=dq_HTD, scales_GN2=scales_GN2
         )
     return result_HTD
 

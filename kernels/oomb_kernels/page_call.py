@@ -1,8 +1,8 @@
 """What the page attention kernels and their references share: scores, checks, the numerics of a launch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -16,8 +16,6 @@ from oomb_kernels.layout import vector_aligned
 from oomb_kernels.page_float8 import FLOAT8, records_reference
 from oomb_kernels.page_lists import PageLists
 from oomb_kernels.page_tiles import Tiles
-
-_T = TypeVar("_T")
 
 LOG2_E = 1.4426950408889634
 _SMALLEST_TILE = 16  # of a matrix product in Triton
@@ -99,13 +97,6 @@ def ds_tiles_of(ds: Tensor, tiles: Tiles) -> TensorDescriptor | Tensor:
     if not copies_tiles(ds.device):
         return ds
     return TensorDescriptor(ds, list(ds.shape), list(ds.stride()), [tiles.block_n, tiles.block_m])
-
-
-def pair_of(parts: Sequence[_T], unused: _T) -> tuple[_T, _T]:
-    """Up to two parts of other keys as a launch takes them; what is missing is never read."""
-    assert len(parts) <= 2, f"{len(parts)} parts of other keys: merge all but one"
-    first = parts[0] if parts else unused
-    return first, parts[1] if len(parts) > 1 else first
 
 
 def check_page_kernels(dtype: torch.dtype, head_dim: int, page_tokens: int, block_tokens: int) -> None:

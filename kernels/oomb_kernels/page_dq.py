@@ -4,8 +4,6 @@ Query-major, as the forward: a program owns a tile of query rows and walks its l
 up dS that the owners of the pages left in a workspace (`page_dkv`): one product instead of three.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +15,6 @@ from oomb_kernels.page_call import (
     check_kernel_inputs,
     ds_tiles_of,
     load_tile,
-    pair_of,
     record_rows,
     records_of,
     score_factors,
@@ -31,31 +28,26 @@ from oomb_kernels.page_tiles import Tiles, choose_tiles, shared_memory_of
 
 @triton.jit
 def _store_dq(  # type: ignore[no-untyped-def]
-    acc, other_dq, other_dq_1, dq, head, first, num_tokens, scale,
-    other_stride_h, other_stride_t, other_stride_h_1, other_stride_t_1, dq_stride_h, dq_stride_t,
+    acc, other_dq, dq, head, first, num_tokens, scale, other_stride_h, other_stride_t, dq_stride_h, dq_stride_t,
     OTHERS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of rows of one head, with what up to two parts of other keys contribute."""
+    """Write a tile of rows of one head, with what other keys contribute."""
     row = first + tl.arange(0, acc.shape[0])
     col = tl.arange(0, acc.shape[1])
     inside = (row < num_tokens)[:, None] & (col[None, :] < D)
     token = row.to(tl.int64)[:, None]
     acc *= scale
-    if OTHERS > 0:
+    if OTHERS:
         other_at = other_dq + head * other_stride_h + token * other_stride_t + col[None, :]
-        acc += tl.load(other_at, mask=inside, other=0.0).to(tl.float32)
-    if OTHERS > 1:  # one by one: registers have no room for both
-        other_at = other_dq_1 + head * other_stride_h_1 + token * other_stride_t_1 + col[None, :]
         acc += tl.load(other_at, mask=inside, other=0.0).to(tl.float32)
     tl.store(dq + head * dq_stride_h + token * dq_stride_t + col[None, :], acc, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "list_room", "room"])
 def _page_dq_kernel(  # type: ignore[no-untyped-def]
-    dout, q, stats, records, slots, counts, scales, other_dq, other_dq_1, dq,
+    dout, q, stats, records, slots, counts, scales, other_dq, dq,
     num_tokens, num_blocks, list_room, num_heads, room, scale, factor, cap,
-    dout_stride_h, dout_stride_t, q_stride_h, q_stride_t,
-    other_stride_h, other_stride_t, other_stride_h_1, other_stride_t_1, dq_stride_h, dq_stride_t,
+    dout_stride_h, dout_stride_t, q_stride_h, q_stride_t, other_stride_h, other_stride_t, dq_stride_h, dq_stride_t,
     GROUP: tl.constexpr, Q_BLOCK: tl.constexpr, OTHERS: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     P: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
@@ -95,10 +87,8 @@ def _page_dq_kernel(  # type: ignore[no-untyped-def]
         if SOFTCAP:
             ds *= 1.0 - t * t
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
-    _store_dq(
-        acc, other_dq, other_dq_1, dq, head, first, num_tokens, scale,
-        other_stride_h, other_stride_t, other_stride_h_1, other_stride_t_1, dq_stride_h, dq_stride_t, OTHERS, D,
-    )  # fmt: skip
+    _store_dq(acc, other_dq, dq, head, first, num_tokens, scale, other_stride_h, other_stride_t, dq_stride_h,
+              dq_stride_t, OTHERS, D)  # fmt: skip
 
 
 @triton.jit
@@ -116,9 +106,8 @@ def _load_ds(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "list_room", "first_group"])
 def _page_dq_sum_kernel(  # type: ignore[no-untyped-def]
-    records, ds_tiles, slots, counts, scales, other_dq, other_dq_1, dq,
-    num_tokens, num_blocks, list_room, first_group, scale,
-    other_stride_h, other_stride_t, other_stride_h_1, other_stride_t_1, dq_stride_h, dq_stride_t,
+    records, ds_tiles, slots, counts, scales, other_dq, dq, num_tokens, num_blocks, list_room, first_group, scale,
+    other_stride_h, other_stride_t, dq_stride_h, dq_stride_t,
     GROUP: tl.constexpr, HEADS: tl.constexpr, Q_BLOCK: tl.constexpr, OTHERS: tl.constexpr, SCALED: tl.constexpr,
     P: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
@@ -157,16 +146,12 @@ def _page_dq_sum_kernel(  # type: ignore[no-untyped-def]
         if SCALED:
             page_scale = tl.load(scales_at + 2 * ((step + 1) // SUBS), mask=step + 1 < num_steps, other=0.0)
     head = (group * GROUP + first_head).to(tl.int64)
-    _store_dq(
-        acc, other_dq, other_dq_1, dq, head, first, num_tokens, scale,
-        other_stride_h, other_stride_t, other_stride_h_1, other_stride_t_1, dq_stride_h, dq_stride_t, OTHERS, D,
-    )  # fmt: skip
+    _store_dq(acc, other_dq, dq, head, first, num_tokens, scale, other_stride_h, other_stride_t, dq_stride_h,
+              dq_stride_t, OTHERS, D)  # fmt: skip
     if HEADS == 2:
         end = tl.where(first_head + 1 < GROUP, num_tokens, 0)
-        _store_dq(
-            acc_1, other_dq, other_dq_1, dq, head + 1, first, end, scale,
-            other_stride_h, other_stride_t, other_stride_h_1, other_stride_t_1, dq_stride_h, dq_stride_t, OTHERS, D,
-        )  # fmt: skip
+        _store_dq(acc_1, other_dq, dq, head + 1, first, end, scale, other_stride_h, other_stride_t,
+                  dq_stride_h, dq_stride_t, OTHERS, D)  # fmt: skip
 
 
 def launch_page_dq(
@@ -180,7 +165,7 @@ def launch_page_dq(
     *,
     scale: float,
     softcap: float | None = None,
-    other_dqs: Sequence[Tensor] = (),
+    dq_HTD: Tensor | None = None,
     scales_GN2: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> None:
@@ -188,14 +173,14 @@ def launch_page_dq(
 
     Args:
         stats_HT: what `launch_row_stats` knows of each row.
-        other_dqs: what up to two parts of other keys contribute, each in its own dtype.
+        dq_HTD: what other keys contribute.
         scales_GN2: of K and V in e4m3.
     """
     num_heads, num_tokens, head_dim = q_HTD.shape
     num_groups, num_blocks, room = lists.pages_GBK.shape
     page_tokens = pool.shape[2]
-    other, other_1 = pair_of(other_dqs, result_HTD)
-    check_kernel_inputs(pool, lists, q_HTD, dout_HTD, other, other_1, result_HTD)
+    others = dq_HTD if dq_HTD is not None else result_HTD
+    check_kernel_inputs(pool, lists, q_HTD, dout_HTD, others, result_HTD)
     tiles = tiles or choose_tiles(
         "backward_q", head_dim, page_tokens, lists.block_tokens, q_HTD.element_size(), shared_memory_of(q_HTD.device),
         float8=scales_GN2 is not None,
@@ -203,12 +188,10 @@ def launch_page_dq(
     with torch.cuda.device_of(q_HTD):
         _page_dq_kernel[(num_heads // num_groups, cdiv(num_tokens, tiles.block_m), num_groups)](
             dout_HTD, q_HTD, stats_HT, records_of(pool, tiles.block_n), lists.slots_GBK(slots_GN), lists.counts_GB,
-            stats_HT if scales_GN2 is None else lists.scales_GBK2(scales_GN2),
-            other, other_1, result_HTD,
+            stats_HT if scales_GN2 is None else lists.scales_GBK2(scales_GN2), others, result_HTD,
             num_tokens, num_blocks, room, num_heads, stats_HT.shape[1], scale, *score_factors(scale, softcap),
-            *dout_HTD.stride()[:2], *q_HTD.stride()[:2],
-            *other.stride()[:2], *other_1.stride()[:2], *result_HTD.stride()[:2],
-            GROUP=num_heads // num_groups, Q_BLOCK=lists.block_tokens, OTHERS=len(other_dqs),
+            *dout_HTD.stride()[:2], *q_HTD.stride()[:2], *others.stride()[:2], *result_HTD.stride()[:2],
+            GROUP=num_heads // num_groups, Q_BLOCK=lists.block_tokens, OTHERS=dq_HTD is not None,
             SCALED=scales_GN2 is not None, SOFTCAP=softcap is not None, P=page_tokens, D=head_dim,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=next_power_of_2(head_dim),
             **tile_mode(q_HTD), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -224,7 +207,7 @@ def launch_page_dq_sum(
     result_HTD: Tensor,
     *,
     scale: float,
-    other_dqs: Sequence[Tensor] = (),
+    dq_HTD: Tensor | None = None,
     scales_GN2: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> None:
@@ -233,14 +216,14 @@ def launch_page_dq_sum(
     Args:
         ds: dS of the same KV heads, as `page_dkv.launch_page_dkv` left it.
         groups: these KV heads.
-        other_dqs: what up to two parts of other keys contribute, each in its own dtype.
+        dq_HTD: what other keys contribute.
         scales_GN2: of K and V in e4m3.
     """
     num_heads, num_tokens, head_dim = result_HTD.shape
     num_groups, num_blocks, room = lists.pages_GBK.shape
     page_tokens, group = pool.shape[2], num_heads // num_groups
-    other, other_1 = pair_of(other_dqs, result_HTD)
-    check_kernel_inputs(pool, lists, other, other_1, result_HTD)
+    others = dq_HTD if dq_HTD is not None else result_HTD
+    check_kernel_inputs(pool, lists, others, result_HTD)
     tiles = tiles or choose_tiles(
         "backward_sum", head_dim, page_tokens, lists.block_tokens, ds.element_size(), shared_memory_of(ds.device),
         float8=scales_GN2 is not None,
@@ -250,11 +233,9 @@ def launch_page_dq_sum(
     with torch.cuda.device_of(ds):
         _page_dq_sum_kernel[grid](
             records_of(pool, tiles.block_n), ds_tiles_of(ds, tiles), lists.slots_GBK(slots_GN), lists.counts_GB,
-            lists.counts_GB if scales_GN2 is None else lists.scales_GBK2(scales_GN2),
-            other, other_1, result_HTD,
-            num_tokens, num_blocks, room, groups.start, scale,
-            *other.stride()[:2], *other_1.stride()[:2], *result_HTD.stride()[:2],
-            GROUP=group, HEADS=heads, Q_BLOCK=lists.block_tokens, OTHERS=len(other_dqs),
+            lists.counts_GB if scales_GN2 is None else lists.scales_GBK2(scales_GN2), others, result_HTD,
+            num_tokens, num_blocks, room, groups.start, scale, *others.stride()[:2], *result_HTD.stride()[:2],
+            GROUP=group, HEADS=heads, Q_BLOCK=lists.block_tokens, OTHERS=dq_HTD is not None,
             SCALED=scales_GN2 is not None, P=page_tokens, D=head_dim, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             BLOCK_D=next_power_of_2(head_dim), **tile_mode(ds),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,

@@ -2,11 +2,8 @@
 
 Suffixes as in `page_lists`. Pages are whole and lie before every query, so there is no mask. One program owns a
 tile of query rows of one head: it starts from what the other keys gave and walks the tile's list, so the softmax
-over everything is one pass and nothing is merged afterwards. Where other keys come in two parts it starts from both
-LSE, but the output of the second is read at the end: registers have no room for two tiles beside the queries'.
+over everything is one pass and nothing is merged afterwards.
 """
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -14,13 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from oomb_kernels.launch import cdiv, next_power_of_2
-from oomb_kernels.lse_merge import merge_attention_reference_
 from oomb_kernels.page_call import (
     check_kernel_inputs,
     each_list,
     list_values,
     load_tile,
-    pair_of,
     records_of,
     score_factors,
     scores_of,
@@ -41,7 +36,7 @@ def page_attention_forward_reference(
     *,
     scale: float,
     softcap: float | None = None,
-    others: Sequence[tuple[Tensor, Tensor]] = (),
+    others: tuple[Tensor, Tensor] | None = None,
     scales_GN2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition of `page_attention_forward`, in plain torch."""
@@ -49,8 +44,9 @@ def page_attention_forward_reference(
     num_heads, num_tokens, head_dim = q_HTD.shape
     out_HTD = q_HTD.new_zeros(num_tokens, num_heads, head_dim, dtype=wide).transpose(0, 1)
     lse_HT = q_HTD.new_full((num_heads, num_tokens), -torch.inf, dtype=wide)
-    for other_out, other_lse in others:
-        merge_attention_reference_(out_HTD, lse_HT, other_out, other_lse)
+    if others is not None:
+        out_HTD.copy_(others[0])
+        lse_HT.copy_(others[1])
     for heads, rows, pages, slots in each_list(lists, slots_GN, q_HTD):
         if not slots.numel():
             continue
@@ -113,34 +109,18 @@ def _start(lse, out):  # type: ignore[no-untyped-def]
     return top, tl.where(top == float("-inf"), 0.0, 1.0), out.to(tl.float32)
 
 
-@triton.jit
-def _start_of_two(lse, out, lse_1):  # type: ignore[no-untyped-def]
-    # The same of two parts: the larger LSE, and the first part's output with its weight.
-    top = tl.maximum(lse.to(tl.float32), lse_1.to(tl.float32)) * 1.4426950408889634
-    weight = _weight(lse, top)
-    return top, weight + _weight(lse_1, top), out.to(tl.float32) * weight[:, None]
-
-
-@triton.jit
-def _weight(lse, top):  # type: ignore[no-untyped-def]
-    # Of a part relative to `top`; 0 where it saw no key.
-    return tl.exp2(lse.to(tl.float32) * 1.4426950408889634 - tl.where(top == float("-inf"), 0.0, top))
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "list_room"])
 def _page_forward_kernel(  # type: ignore[no-untyped-def]
-    q, records, slots, counts, scales, out, lse, other_out, other_lse, other_out_1, other_lse_1,
+    q, records, slots, counts, scales, out, lse, other_out, other_lse,
     num_tokens, num_blocks, list_room, factor, cap,
     q_stride_h, q_stride_t, out_stride_h, out_stride_t, lse_stride_h,
     other_stride_h, other_stride_t, other_lse_stride_h, other_lse_stride_t,
-    other_stride_h_1, other_stride_t_1, other_lse_stride_h_1, other_lse_stride_t_1,
     GROUP: tl.constexpr, Q_BLOCK: tl.constexpr, OTHERS: tl.constexpr, LIMIT: tl.constexpr,
     SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     P: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    # grid: (heads of a group, row tiles, KV heads): neighbours in time share pages in the L2 cache.
-    # OTHERS: 0, 1 or 2 parts of other keys.
+    # grid: (heads of a group, row tiles, KV heads): neighbours in time share pages in the L2 cache
     group = tl.program_id(2)
     head = (group * GROUP + tl.program_id(0)).to(tl.int64)
     first = tl.program_id(1) * BLOCK_M
@@ -158,18 +138,13 @@ def _page_forward_kernel(  # type: ignore[no-untyped-def]
     list_at = slots + list_number.to(tl.int64) * list_room
     slot = tl.load(list_at)
     scales_at = scales + list_number.to(tl.int64) * list_room * 2
-    if OTHERS > 0:
+    if OTHERS:
         lse_at = other_lse + head * other_lse_stride_h + row.to(tl.int64) * other_lse_stride_t
         out_at = other_out + head * other_stride_h + token * other_stride_t + col[None, :]
         given_lse = tl.load(lse_at, mask=valid, other=0.0)
         given_out = tl.load(out_at, mask=inside, other=0.0)
-    if OTHERS > 1:
-        lse_1_at = other_lse_1 + head * other_lse_stride_h_1 + row.to(tl.int64) * other_lse_stride_t_1
-        given_lse_1 = tl.load(lse_1_at, mask=valid, other=0.0)
     q_tile = upcast(tl.load(q + head * q_stride_h + token * q_stride_t + col[None, :], mask=inside, other=0.0), UP)
-    if OTHERS > 1:
-        top, total, acc = _start_of_two(given_lse, given_out, given_lse_1)
-    elif OTHERS > 0:
+    if OTHERS:
         top, total, acc = _start(given_lse, given_out)
     else:
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -177,26 +152,17 @@ def _page_forward_kernel(  # type: ignore[no-untyped-def]
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top, total, acc = _walk(
         q_tile, records, list_at, slot, scales_at, num_steps, top, total, acc, factor, cap,
-        OTHERS == 0, SCALED, SOFTCAP, P, D, BLOCK_N, BLOCK_D, UP, PRECISION, TMA,
+        not OTHERS, SCALED, SOFTCAP, P, D, BLOCK_N, BLOCK_D, UP, PRECISION, TMA,
     )  # fmt: skip
-    if OTHERS > 0:  # noqa: SIM102 - decided when compiled
+    if OTHERS:  # noqa: SIM102 - decided when compiled
         # Weights that the dtype of the product cannot hold, or a row without other keys: once more, online.
         if tl.max(tl.where(total < LIMIT, 0, 1), 0) == 1:
             given_lse = tl.load(lse_at, mask=valid, other=0.0)
-            given_out = tl.load(out_at, mask=inside, other=0.0)
-            if OTHERS > 1:
-                given_lse_1 = tl.load(lse_1_at, mask=valid, other=0.0)
-                top, total, acc = _start_of_two(given_lse, given_out, given_lse_1)
-            else:
-                top, total, acc = _start(given_lse, given_out)
+            top, total, acc = _start(given_lse, tl.load(out_at, mask=inside, other=0.0))
             top, total, acc = _walk(
                 q_tile, records, list_at, slot, scales_at, num_steps, top, total, acc, factor, cap,
                 True, SCALED, SOFTCAP, P, D, BLOCK_N, BLOCK_D, UP, PRECISION, TMA,
             )  # fmt: skip
-    if OTHERS > 1:
-        weight_1 = _weight(tl.load(lse_1_at, mask=valid, other=0.0), top)
-        out_1_at = other_out_1 + head * other_stride_h_1 + token * other_stride_t_1 + col[None, :]
-        acc += tl.load(out_1_at, mask=inside, other=0.0).to(tl.float32) * weight_1[:, None]
     safe = tl.where(total > 0, total, 1.0)
     tl.store(out + head * out_stride_h + token * out_stride_t + col[None, :], acc / safe[:, None], mask=inside)
     row_lse = tl.where(total > 0, (top + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
@@ -211,7 +177,7 @@ def launch_page_attention_forward(
     *,
     scale: float,
     softcap: float | None = None,
-    others: Sequence[tuple[Tensor, Tensor]] = (),
+    others: tuple[Tensor, Tensor] | None = None,
     scales_GN2: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -221,8 +187,8 @@ def launch_page_attention_forward(
     page_tokens = pool.shape[2]
     out_HTD = q_HTD.new_empty(num_tokens, num_heads, head_dim).transpose(0, 1)
     lse_HT = q_HTD.new_empty(num_heads, num_tokens, dtype=torch.float32)
-    (other_out, other_lse), (other_out_1, other_lse_1) = pair_of(others, (out_HTD, lse_HT))
-    check_kernel_inputs(pool, lists, q_HTD, other_out, other_out_1)
+    other_out, other_lse = others if others is not None else (out_HTD, lse_HT)
+    check_kernel_inputs(pool, lists, q_HTD, other_out)
     if num_tokens == 0:
         return out_HTD, lse_HT
     tiles = tiles or choose_tiles(
@@ -233,11 +199,10 @@ def launch_page_attention_forward(
         _page_forward_kernel[(num_heads // num_groups, cdiv(num_tokens, tiles.block_m), num_groups)](
             q_HTD, records_of(pool, tiles.block_n), lists.slots_GBK(slots_GN), lists.counts_GB,
             lse_HT if scales_GN2 is None else lists.scales_GBK2(scales_GN2),
-            out_HTD, lse_HT, other_out, other_lse, other_out_1, other_lse_1,
+            out_HTD, lse_HT, other_out, other_lse,
             num_tokens, num_blocks, room, *score_factors(scale, softcap),
-            *q_HTD.stride()[:2], *out_HTD.stride()[:2], lse_HT.stride(0),
-            *other_out.stride()[:2], *other_lse.stride(), *other_out_1.stride()[:2], *other_lse_1.stride(),
-            GROUP=num_heads // num_groups, Q_BLOCK=lists.block_tokens, OTHERS=len(others),
+            *q_HTD.stride()[:2], *out_HTD.stride()[:2], lse_HT.stride(0), *other_out.stride()[:2], *other_lse.stride(),
+            GROUP=num_heads // num_groups, Q_BLOCK=lists.block_tokens, OTHERS=others is not None,
             LIMIT=2.0**15 if q_HTD.dtype == torch.float16 else 2.0**100,
             SCALED=scales_GN2 is not None, SOFTCAP=softcap is not None,
             P=page_tokens, D=head_dim, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,

@@ -207,7 +207,7 @@ def own_tasks(inputs: AttentionInputs, lists: PageLists, out_HTD: Tensor, lse_HT
     sizes, slots_GN, top_k = inputs.sizes, inputs.slots_GN, lists.pages_GBK.shape[-1]
     scales_GN2 = inputs.scales_GN2
 
-    def forward(*others: tuple[Tensor, Tensor]) -> object:
+    def forward(others: tuple[Tensor, Tensor] | None) -> object:
         return page_attention_forward(
             inputs.q_HTD, inputs.pool, slots_GN, lists, scale=sizes.scale, others=others, scales_GN2=scales_GN2
         )
@@ -225,7 +225,7 @@ def own_tasks(inputs: AttentionInputs, lists: PageLists, out_HTD: Tensor, lse_HT
             lists,
             scale=sizes.scale,
             seed=0,
-            other_dqs=[inputs.dense[0]],
+            dq_HTD=inputs.dense[0],
             scales_GN2=scales_GN2,
         )
 
@@ -246,7 +246,7 @@ def own_tasks(inputs: AttentionInputs, lists: PageLists, out_HTD: Tensor, lse_HT
     }
     return {
         "forward": Task(lambda _: forward(inputs.dense)),
-        "forward alone": Task(lambda _: forward()),
+        "forward alone": Task(lambda _: forward(None)),
         **backwards,
         "index": Task(lambda _: build_page_index(lists, unit_blocks(lists, inputs.pool[0].numel()))),
         "selection": Task(select),
@@ -265,7 +265,7 @@ def _measured(
         inputs.slots_GN,
         lists,
         scale=sizes.scale,
-        others=[inputs.dense],
+        others=inputs.dense,
         scales_GN2=inputs.scales_GN2,
     )
     span = (inputs.span_k, inputs.span_v)

@@ -143,7 +143,7 @@ def _lists(size: CheckSize, device: torch.device, generator: torch.Generator) ->
     return PageLists(pages_GBK.masked_fill(~used_K, 0).int(), counts_GB.int(), size.block_tokens, _PAGES)
 
 
-def _forward(case: _Case, *others: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _forward(case: _Case, others: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     return page_attention_forward(
         case.q_HTD,
         case.stored,
@@ -165,7 +165,7 @@ def _forwards(case: _Case, truth: _Answer) -> dict[str, Tensor]:
     """Outputs of the kernel under test, beside the other keys and alone."""
     return {
         "output": _forward(case, _other_part(case, truth))[0],
-        "output of the pages alone": _forward(case)[0],
+        "output of the pages alone": _forward(case, None)[0],
     }
 
 
@@ -186,7 +186,7 @@ def _backward(case: _Case, truth: _Answer, grad_dtype: torch.dtype) -> tuple[Ten
         case.lists,
         scale=case.scale,
         seed=0,
-        other_dqs=[truth.other_dq_HTD.to(case.q_HTD.dtype)],
+        dq_HTD=truth.other_dq_HTD.to(case.q_HTD.dtype),
         scales_GN2=case.scales_GN2,
     )
     return dq_HTD, before.double(), grad_pool.double()

@@ -143,7 +143,7 @@ def _launches(inputs: AttentionInputs) -> dict[Kernel, Launch]:
     sizes, pages = inputs.sizes, (inputs.pool, inputs.slots_GN)
     lists = inputs.lists("random", sizes.usual[0])
     q, dout, scale, scales = inputs.q_HTD, inputs.dout_HTD, sizes.scale, inputs.scales_GN2
-    out, lse = page_attention_forward(q, *pages, lists, scale=scale, others=[inputs.dense], scales_GN2=scales)
+    out, lse = page_attention_forward(q, *pages, lists, scale=scale, others=inputs.dense, scales_GN2=scales)
     rows = (dout, q, launch_row_stats(dout, out, lse, sizes.block_tokens))
     index = build_page_index(lists, unit_blocks(lists, inputs.pool[0].numel()))
     grads = (inputs.grad_pools[sizes.page_grad_dtypes[0]], inputs.slots_GN)
@@ -158,10 +158,10 @@ def _launches(inputs: AttentionInputs) -> dict[Kernel, Launch]:
 
     found: dict[Kernel, Launch] = {
         "forward": lambda tiles: launch_page_attention_forward(
-            q, *pages, lists, scale=scale, others=[inputs.dense], scales_GN2=scales, tiles=tiles
+            q, *pages, lists, scale=scale, others=inputs.dense, scales_GN2=scales, tiles=tiles
         ),
         "backward_q": lambda tiles: launch_page_dq(
-            *rows, *pages, lists, dq, scale=scale, other_dqs=[inputs.dense[0]], scales_GN2=scales, tiles=tiles
+            *rows, *pages, lists, dq, scale=scale, dq_HTD=inputs.dense[0], scales_GN2=scales, tiles=tiles
         ),
         "backward_kv": dkv,
     }
@@ -174,7 +174,7 @@ def _launches(inputs: AttentionInputs) -> dict[Kernel, Launch]:
         for groups in turns:
             launch_page_dq_sum(
                 room, *pages, lists, groups, dq,
-                scale=scale, other_dqs=[inputs.dense[0]], scales_GN2=scales, tiles=tiles,
+                scale=scale, dq_HTD=inputs.dense[0], scales_GN2=scales, tiles=tiles,
             )  # fmt: skip
 
     return found | {"backward_sum": dq_sum}

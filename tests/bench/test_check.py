@@ -49,7 +49,7 @@ def without_other_keys(*args: Any, others: Any, **kwargs: Any) -> Any:
 def over_other_keys_only(*args: Any, others: Any, **kwargs: Any) -> Any:
     """Right where it merges, wrong where there is nothing to merge with."""
     out, lse = page_attention_forward(*args, others=others, **kwargs)
-    return (out, lse) if others else (torch.zeros_like(out), lse)
+    return (out, lse) if others is not None else (torch.zeros_like(out), lse)
 
 
 def without_page_gradients(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ def over_earlier_gradients(*args: Any, **kwargs: Any) -> Any:
     return page_attention_backward(*args, **kwargs)
 
 
-def without_other_dq(*args: Any, other_dqs: Any, **kwargs: Any) -> Any:
+def without_other_dq(*args: Any, dq_HTD: Any, **kwargs: Any) -> Any:
     return page_attention_backward(*args, **kwargs)
 
 

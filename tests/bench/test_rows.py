@@ -60,7 +60,7 @@ def test_the_forward_is_measured_alone_and_merged(monkeypatch: pytest.MonkeyPatc
     lists = inputs.lists("random", 3)
     pages = (inputs.q_HTD, inputs.pool, inputs.slots_GN, lists)
     alone = page_attention_forward(*pages, scale=TINY.scale)
-    merged = page_attention_forward(*pages, scale=TINY.scale, others=[inputs.dense])
+    merged = page_attention_forward(*pages, scale=TINY.scale, others=inputs.dense)
     tasks = attention.own_tasks(inputs, lists, *merged)
     for name, wanted in (("forward alone", alone), ("forward", merged)):
         found: Any = tasks[name].run(tasks[name].prepare())

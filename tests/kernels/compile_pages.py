@@ -28,9 +28,9 @@ _FUNCTIONS: dict[Kernel, Any] = {
     "backward_kv": page_dkv._page_owner_kernel,
     "backward_sum": page_dq._page_dq_sum_kernel,
 }
-_LIKE_Q = {"q", "out", "dout", "dq", "other_out", "other_dq", "other_out_1", "other_dq_1"}
+_LIKE_Q = {"q", "out", "dout", "dq", "other_out", "other_dq"}
 _TILES = {"records", "ds_tiles", "dout_rows", "q_rows"}
-_FP32 = {"lse", "stats", "other_lse", "other_lse_1", "partials", "scales"}
+_FP32 = {"lse", "stats", "other_lse", "partials", "scales"}
 _INT32 = {"slots", "counts", "grad_slots", "block_counts", "units", "ends", "next_piece", "visits"}
 _SCALARS = {"scale": "fp32", "factor": "fp32", "cap": "fp32", "seed": "i64"}
 
@@ -49,8 +49,7 @@ class Build:
     block_tokens: int
     tiles: Tiles
     group: int = 4
-    others: int = 2
-    """Parts of other keys, in the dtype of q."""
+    others: bool = True
     softcap: bool = False
     stochastic: bool = False
     float8: bool = False

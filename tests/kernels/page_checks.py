@@ -1,8 +1,7 @@
 """Running page attention forward and backward and judging all of its results at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import pytest
@@ -85,26 +84,11 @@ def gradient_pool(problem: PageProblem, dtype: torch.dtype, slots_seed: int, fil
     return pool, slots
 
 
-def others_of(problem: PageProblem, truth: PageAttention, dtypes: Sequence[torch.dtype]) -> list[tuple[Tensor, Tensor]]:
-    """Output, in the dtype of its part, and LSE of each part of the other keys; each part has strides of its own."""
-    wide = compute_dtype(problem.q_HTD.dtype)
-    return [
-        (_spaced(out.to(dtype), number), _spaced(lse.to(wide), number))
-        for number, ((out, lse), dtype) in enumerate(zip(truth.others, dtypes, strict=False))
-    ]
-
-
-def dqs_of(truth: PageAttention, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """What each part of the other keys contributes to dQ, in the dtype and with the strides of its part."""
-    return [_spaced(dq.to(t), number) for number, (dq, t) in enumerate(zip(truth.dqs_others, dtypes, strict=False))]
-
-
-def _spaced(x: Tensor, number: int) -> Tensor:
-    """``[H, T, ...]`` as it is for the first part; token by token, with a gap behind each, for the second."""
-    if number == 0:
-        return x
-    rows = x.new_full((x.shape[1], x.shape[0] + number, *x.shape[2:]), torch.nan).transpose(0, 1)[: len(x)]
-    return rows.copy_(x)
+def others_of(problem: PageProblem, truth: PageAttention, out_dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """Output and LSE of the other keys, where there are any."""
+    if not problem.other_k_GMD.shape[1]:
+        return None
+    return truth.other_out.to(out_dtype), truth.other_lse.to(compute_dtype(problem.q_HTD.dtype))
 
 
 def run(
@@ -113,7 +97,7 @@ def run(
     truth: PageAttention,
     *,
     pool_dtype: torch.dtype | None = None,
-    others_dtypes: Sequence[torch.dtype] | None = None,
+    others_dtype: torch.dtype | None = None,
     seed: int = 0,
     slots_seed: int = 29,
     fill: float | None = None,
@@ -123,15 +107,20 @@ def run(
     """Forward, then backward with its own output and LSE, with what the other keys contribute from `truth`.
 
     Args:
-        others_dtypes: of each part of the other keys; by default as precise as sums.
         after: an earlier run with the same forward, whose output and LSE are taken: only the backward is run.
     """
     wide = compute_dtype(problem.q_HTD.dtype)
     score = {"scale": problem.scale, "softcap": problem.softcap}
-    dtypes = others_dtypes or [wide] * len(problem.other_sizes)
-    others, other_dqs = others_of(problem, truth, dtypes), dqs_of(truth, dtypes)
+    others = others_of(problem, truth, others_dtype or wide)
+    dq_others = None if others is None else truth.dq_others.to(others_dtype or wide)
     pools = (problem.pool, problem.slots_GN)
-    inputs = [problem.pool, problem.q_HTD, problem.dout_HTD, *chain(*others), *other_dqs]
+    inputs = [
+        problem.pool,
+        problem.q_HTD,
+        problem.dout_HTD,
+        *(others or ()),
+        *([] if dq_others is None else [dq_others]),
+    ]
     copies = [x.clone() for x in inputs]
     if after is None:
         out, lse = functions.forward(problem.q_HTD, *pools, problem.lists, **score, others=others)
@@ -141,7 +130,7 @@ def run(
     before = grads.clone()
     dq = functions.backward(
         problem.dout_HTD, problem.q_HTD, out, lse, *pools, grads if with_grads else None, grad_slots, problem.lists,
-        **score, seed=seed, other_dqs=other_dqs,
+        **score, seed=seed, dq_HTD=dq_others,
     )  # fmt: skip
     assert all(same_bits(x, copy) for x, copy in zip(inputs, copies, strict=True)), "an input was written"
     if not with_grads:
@@ -153,19 +142,19 @@ def check(
     functions: Functions,
     problem: PageProblem,
     *,
-    others_dtypes: Sequence[torch.dtype] | None = None,
+    others_dtype: torch.dtype | None = None,
     after: Results | None = None,
 ) -> Results:
     """Every result against the textbook in fp64; gradients are added to random ones; nothing else is written."""
     dtype = problem.q_HTD.dtype
     truth = plain_page_attention(problem, torch.float64)
     plain = truth if dtype.itemsize > 2 else plain_page_attention(problem, dtype)
-    ours = run(functions, problem, truth, others_dtypes=others_dtypes, after=after)
+    ours = run(functions, problem, truth, others_dtype=others_dtype, after=after)
     assert ours.out.dtype == ours.dq.dtype == dtype and ours.lse.dtype == compute_dtype(dtype)
     assert ours.out.transpose(0, 1).is_contiguous() and ours.dq.transpose(0, 1).is_contiguous()
     assert_equal_by_definition(ours.lse, truth.lse, "lse")
     assert_close_in(dtype, ours.out, plain.out, truth.out, "out")
-    assert_close_in(dtype, ours.dq, plain.dq, truth.dq, "dq")
+    assert_close_in(dtype, ours.dq, plain.dq_pages + plain.dq_others, truth.dq_pages + truth.dq_others, "dq")
     check_page_gradients(ours, problem, plain, truth)
     return ours
 

@@ -34,29 +34,22 @@ class PageProblem:
     other_v_GMD: Tensor
     other_bias_TM: Tensor
     """fp64, added to the scores of the other keys; -inf hides one."""
-    other_sizes: tuple[int, ...]
-    """Tokens of each part in which attention to the other keys is handed over."""
 
 
 class PageAttention(NamedTuple):
-    """Results of one softmax over the selected pages and the other keys, and of one over each part of these."""
+    """Results of one softmax over the selected pages and the other keys, and of one over the other keys alone."""
 
     out: Tensor
     lse: Tensor
-    others: list[tuple[Tensor, Tensor]]
-    """Output and LSE of each part."""
+    other_out: Tensor
+    other_lse: Tensor
     dq_pages: Tensor
     """What flows to the queries through the scores of the pages."""
-    dqs_others: list[Tensor]
-    """What flows through the scores of each part."""
+    dq_others: Tensor
     dk_GNPD: Tensor
     dv_GNPD: Tensor
     other_dk: Tensor
     other_dv: Tensor
-
-    @property
-    def dq(self) -> Tensor:
-        return sum(self.dqs_others, self.dq_pages)
 
 
 def selected(lists: PageLists, num_tokens: int) -> Tensor:
@@ -79,9 +72,8 @@ def plain_page_attention(problem: PageProblem, dtype: torch.dtype) -> PageAttent
     seen_GTN = selected(problem.lists, q_HTD.shape[1]).to(q_HTD.device)
     used_GN = seen_GTN.any(1)
     records = problem.pool[problem.slots_GN.long()].masked_fill(~used_GN[..., None, None, None], 0.0)
-    sizes = problem.other_sizes
-    leaves = (records[:, :, 0], records[:, :, 1], problem.other_k_GMD, problem.other_v_GMD, *[q_HTD] * (1 + len(sizes)))
-    k, v, other_k, other_v, q_pages, *qs_others = (x.detach().to(dtype, copy=True).requires_grad_() for x in leaves)
+    leaves = (q_HTD, q_HTD, records[:, :, 0], records[:, :, 1], problem.other_k_GMD, problem.other_v_GMD)
+    q_pages, q_others, k, v, other_k, other_v = (x.detach().to(dtype, copy=True).requires_grad_() for x in leaves)
 
     def scores(q: Tensor, keys_GKD: Tensor) -> Tensor:
         s = q @ keys_GKD.repeat_interleave(group, 0).transpose(1, 2) * problem.scale
@@ -89,18 +81,18 @@ def plain_page_attention(problem: PageProblem, dtype: torch.dtype) -> PageAttent
 
     seen_HTK = seen_GTN.repeat_interleave(problem.pool.shape[2], 2).repeat_interleave(group, 0)
     page_scores = scores(q_pages, k.flatten(1, 2)).masked_fill(~seen_HTK, NEVER)
-    parts = zip(qs_others, other_k.split(sizes, 1), problem.other_bias_TM.to(dtype).split(sizes, 1), strict=True)
-    part_scores = [scores(q, keys) + bias for q, keys, bias in parts]
+    other_scores = scores(q_others, other_k) + problem.other_bias_TM.to(dtype)
     values_HKD = torch.cat([v.flatten(1, 2), other_v], 1).repeat_interleave(group, 0)
-    out, lse = _softmax_times(torch.cat([page_scores, *part_scores], 2), values_HKD)
+    out, lse = _softmax_times(torch.cat([page_scores, other_scores], 2), values_HKD)
     with torch.no_grad():
-        part_values = other_v.repeat_interleave(group, 0).split(sizes, 1)
-        others = [_softmax_times(*part) for part in zip(part_scores, part_values, strict=True)]
+        other_out, other_lse = _softmax_times(other_scores, other_v.repeat_interleave(group, 0))
     out.backward(problem.dout_HTD.to(dtype))
-    dk, dv, other_dk, other_dv, dq_pages, *dqs_others = (
-        torch.zeros_like(x) if x.grad is None else x.grad for x in (k, v, other_k, other_v, q_pages, *qs_others)
+    dq_pages, dq_others, dk, dv, other_dk, other_dv = (
+        torch.zeros_like(x) if x.grad is None else x.grad for x in (q_pages, q_others, k, v, other_k, other_v)
     )
-    return PageAttention(out.detach(), lse, others, dq_pages, dqs_others, dk, dv, other_dk, other_dv)
+    return PageAttention(
+        out.detach(), lse, other_out, other_lse, dq_pages, dq_others, dk, dv, other_dk, other_dv
+    )  # fmt: skip
 
 
 def _softmax_times(scores_HTK: Tensor, values_HKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,7 +187,6 @@ def make_problem(
     pages: int = 4,
     pattern: str = "many",
     others: str = "none",
-    parts: int = 1,
     scale: float | None = None,
     softcap: float | None = None,
     layout: str = "token major",
@@ -205,8 +196,6 @@ def make_problem(
     Args:
         others: "none" (no other keys), "some" (causal: at least one key per row), "gaps" (every third row sees none),
             or a key of `SHIFTS`: as "some", but pages take everything, or nothing, or anything between from row to row.
-        parts: in how many the other keys are handed over. The first rows see no key of the second; where there are
-            shifts, which of the two weighs more changes from row to row.
     """
     torch.manual_seed(3)
     heads = groups * group
@@ -223,11 +212,6 @@ def make_problem(
         bias[::3] = NEVER
     if others in SHIFTS:
         bias += torch.linspace(*SHIFTS[others], tokens, dtype=torch.float64, device=device)[:, None]
-    first = num_others // 3 if parts == 2 else num_others
-    if others in SHIFTS:
-        bias[:, first:] += torch.linspace(-20, 20, tokens, dtype=torch.float64, device=device)[:, None]
-    other_sizes = (first, num_others - first)[:parts] if num_others else ()
     return PageProblem(
-        q, dout, pool, slots, lists, head_dim**-0.5 if scale is None else scale, softcap, other_k, other_v, bias,
-        other_sizes,
-    )  # fmt: skip
+        q, dout, pool, slots, lists, head_dim**-0.5 if scale is None else scale, softcap, other_k, other_v, bias
+    )

@@ -40,7 +40,6 @@ SHAPES: dict[str, Any] = {
     "block_tokens": [64, 128],
     "pattern": ["one", "many", "all", "hot", "counts differ"],
     "others": ["none", "some", "gaps"],
-    "parts": [1, 2],
     "softcap": [None, 1.5],
     "rows": ["whole blocks", "ragged block", "less than a block"],
 }
@@ -48,7 +47,6 @@ SHAPES: dict[str, Any] = {
 CONTENTS: dict[str, Any] = {
     "pattern": list(PATTERNS),
     "others": ["none", "some", "gaps", *SHIFTS],
-    "parts": [1, 2],
     "softcap": [None, 1.5, 50.0],
     "scale": [None, 0.7],
     "layout": ["token major", "heads first", "fused", "unaligned"],
@@ -198,18 +196,16 @@ def test_any_lists(data: st.DataObject) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("page_tokens", [16, 48])
-@pytest.mark.parametrize(("others", "parts"), [("none", 1), ("some", 1), ("some", 2), ("lower", 1), ("lower", 2)])
-def test_first_and_last_steps_of_a_list(
-    functions: Functions, device: str, others: str, parts: int, page_tokens: int
-) -> None:
+@pytest.mark.parametrize("others", ["none", "some", "lower"])
+def test_first_and_last_steps_of_a_list(functions: Functions, device: str, others: str, page_tokens: int) -> None:
     """No page, one, two or three, of one step or of three each. Other keys that are small take the list up twice."""
     chosen = [[[], [2], [0, 1], [0, 1, 2]], [[0, 1, 2], [], [1], [0, 2]]]
     sizes: dict[str, Any] = {"tokens": 61, "block_tokens": 16, "page_tokens": page_tokens, "pages": 3}
-    problem = make_problem(dtype=torch.float32, device=device, pattern="all", others=others, parts=parts, **sizes)
+    problem = make_problem(dtype=torch.float32, device=device, pattern="all", others=others, **sizes)
     problem = replace(problem, lists=as_lists(chosen, 3, 3, 16, device))
     first = check(functions, problem)
-    given = others_of(problem, plain_page_attention(problem, torch.float64), [torch.float32] * parts)
-    settings = {"scale": problem.scale, "softcap": problem.softcap, "others": given}
+    merged = others_of(problem, plain_page_attention(problem, torch.float64), torch.float32)
+    settings = {"scale": problem.scale, "softcap": problem.softcap, "others": merged}
     out, lse = functions.forward(problem.q_HTD, problem.pool, problem.slots_GN, problem.lists, **settings)
     assert torch.equal(first.out, out) and torch.equal(first.lse, lse), "not the same bits again"
 
@@ -236,12 +232,12 @@ def test_all_pages_and_the_chunk_are_dense_attention(functions: Functions, devic
 
     others = dense_attention_forward(problem.q_HTD, *own, call, "torch")
     pools = (problem.pool, problem.slots_GN)
-    out, lse = functions.forward(problem.q_HTD, *pools, problem.lists, scale=call.scale, others=[others])
+    out, lse = functions.forward(problem.q_HTD, *pools, problem.lists, scale=call.scale, others=others)
     dq, own_dk, own_dv = dense_attention_backward(problem.dout_HTD, problem.q_HTD, *own, out, lse, call, "torch")
     grads = torch.zeros_like(problem.pool)
     dq = functions.backward(
         problem.dout_HTD, problem.q_HTD, out, lse, *pools, grads, problem.slots_GN, problem.lists,
-        scale=call.scale, seed=0, other_dqs=[dq],
+        scale=call.scale, seed=0, dq_HTD=dq,
     )  # fmt: skip
     past_grads = grads[problem.slots_GN.long()].transpose(1, 2).flatten(2, 3)
     dk, dv = (torch.cat([past_grads[:, part], g], 1) for part, g in ((0, own_dk), (1, own_dv)))
@@ -251,30 +247,10 @@ def test_all_pages_and_the_chunk_are_dense_attention(functions: Functions, devic
 
 @pytest.mark.parametrize("others", ["some", "gaps", "lower"])
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), *TRITON_PLACES])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_others_rounded_to_the_dtype_of_the_queries(device: str, dtype: torch.dtype, others: str, parts: int) -> None:
+def test_others_rounded_to_the_dtype_of_the_queries(device: str, dtype: torch.dtype, others: str) -> None:
     functions = PUBLIC if device == "cpu" and dtype == torch.bfloat16 else KERNELS
-    problem = make_problem(dtype=dtype, device=device, tokens=37, block_tokens=16, others=others, parts=parts)
-    check(functions, problem, others_dtypes=[dtype] * parts)
-
-
-@EVERYWHERE
-@pytest.mark.parametrize(
-    "dtypes", [(torch.float16, torch.float32), (torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)]
-)
-def test_parts_of_other_keys_in_their_own_dtypes(
-    functions: Functions, device: str, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    """Each part is widened before anything is rounded: as if it had been widened before."""
-    problem = make_problem(dtype=torch.float32, device=device, tokens=37, block_tokens=16, others="gaps", parts=2)
-    truth = plain_page_attention(problem, torch.float64)
-    parts = zip(truth.others, truth.dqs_others, dtypes, strict=True)
-    rounded = [((out.to(dtype).double(), lse), dq.to(dtype).double()) for (out, lse), dq, dtype in parts]
-    others, dqs_others = (list(x) for x in zip(*rounded, strict=True))
-    expected = run(functions, problem, truth._replace(others=others, dqs_others=dqs_others))
-    ours = run(functions, problem, truth, others_dtypes=dtypes)
-    for name in ("out", "lse", "dq"):
-        assert_equal_by_definition(getattr(ours, name), getattr(expected, name).double(), name)
+    problem = make_problem(dtype=dtype, device=device, tokens=37, block_tokens=16, others=others)
+    check(functions, problem, others_dtype=dtype)
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float64), *TRITON_PLACES])
@@ -333,18 +309,6 @@ def test_autocast_and_gradients_change_nothing() -> None:
     for name in ("out", "lse", "dq"):
         value = getattr(ours, name)
         assert torch.equal(value, getattr(expected, name)) and not value.requires_grad, name
-
-
-@EVERYWHERE
-def test_no_page_and_two_parts_is_their_merge(functions: Functions, device: str) -> None:
-    """Some rows see the first part alone, and some neither."""
-    problem = make_problem(
-        dtype=torch.float32, device=device, tokens=37, block_tokens=16, pattern="none", others="gaps", parts=2
-    )
-    first, second = (lse.isinf() for _, lse in plain_page_attention(problem, torch.float64).others)
-    assert (first & second).any() and (~first & second).any() and not first.all() and not second.all()
-    ours = check(functions, problem)
-    assert torch.equal(ours.lse.isinf(), first & second)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
 }
 WAYS: dict[str, Any] = {
     "group": [1, 4, 7],
-    "others": [0, 1, 2],
+    "others": [True, False],
     "softcap": [False, True],
     "stochastic": [False, True],
     "float8": [False, True],
