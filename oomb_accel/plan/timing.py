@@ -124,8 +124,7 @@ def _compute(
 
 def _launch_seconds(job: Job, passes: int) -> float:
     """Of the host: what is quicker to compute than to launch takes as long as launching does."""
-    per_layer = rates.HOST_ADAPTER_PASS_SECONDS if job.lora_r else rates.HOST_PASS_SECONDS
-    return per_layer * job.model.num_layers * passes
+    return rates.HOST_PASS_SECONDS * job.model.num_layers * passes
 
 
 def attended_pairs(job: Job, chunk: Chunk) -> tuple[float, float, float]:

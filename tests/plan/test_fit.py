@@ -318,7 +318,7 @@ def test_the_hosts_work_for_pages_runs_beside_the_computation(monkeypatch: pytes
     monkeypatch.setattr(rates, "HOST_LAYER_SECONDS", 20 * rates.HOST_LAYER_SECONDS)
     found = parts(of)
     beside = sum(found.values()) - found[what] - found["waiting for host memory"] - found["optimizer"]
-    assert found[what] == pytest.approx(20 * work - (beside - 28 * passes * rates.HOST_ADAPTER_PASS_SECONDS))
+    assert found[what] == pytest.approx(20 * work - (beside - 28 * passes * rates.HOST_PASS_SECONDS))
     assert parts(quick)[what] == pytest.approx(20 * work)
 
 
