@@ -60,10 +60,9 @@ def head_gradient(
         dtype = logits_NV.dtype
         log_probs_N = target_log_probs(logits_NV, targets_N)
     del logits_NV
-    ones_N = torch.full_like(log_probs_N, _scale_of(dtype))
     # A backward has the precision of its forward: autograd's own threads know that autocast is on, but not its dtype.
     with torch.autocast(h_ND.device.type, enabled=False):
-        (gradient_ND,) = torch.autograd.grad(log_probs_N, leaf_ND, ones_N)
+        (gradient_ND,) = torch.autograd.grad(log_probs_N, leaf_ND, torch.ones_like(log_probs_N))
     return HeadGradient(log_probs_N.detach(), gradient_ND.to(dtype))
 
 
@@ -84,12 +83,6 @@ class _KnownLogProbs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         (gradient_ND,) = ctx.saved_tensors
-        grad_N1 = (grads[0] / _scale_of(gradient_ND.dtype)).unsqueeze(1)
         # In fp32: rounded to 16 bits, a factor that many targets have in common would be off for all of them.
         dh_ND = torch.empty_like(gradient_ND, dtype=ctx.dtype)
-        return torch.mul(gradient_ND, grad_N1, out=dh_ND), None, None
-
-
-def _scale_of(dtype: torch.dtype) -> float:
-    """A power of two, for a type in which small probabilities would be lost."""
-    return 1024.0 if dtype == torch.float16 else 1.0
+        return torch.mul(gradient_ND, grads[0].unsqueeze(1), out=dh_ND), None, None

@@ -41,6 +41,7 @@ SPARSE = (
     "selected or masked or replay or evaluation or settings or banner",
 )
 TIERS = ("tests/pages/test_tiered_order.py", "tests/test_foresight.py", "-k", "not worth")
+KEPT = ("tests/test_kept_products.py", "tests/test_own_head.py")
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,42 @@ MUTATIONS = (
         "oomb_accel/recurrence.py",
         "            self._rng[chunk.index].restore(self._device)\n",
         "",
+    ),
+    *(
+        Mutation(name, file, old, new, KEPT)
+        for name, file, old, new in (
+            (
+                "a kept product that somebody has changed",
+                "oomb_accel/integrations/fused_lora.py",
+                "fits and product.out._version == product.version",
+                "fits",
+            ),
+            (
+                "kept products of calls in another order",
+                "oomb_accel/integrations/fused_lora.py",
+                "kept.pop(0)",
+                "kept.pop()",
+            ),
+            ("x A^T of a kept product lost", "oomb_accel/integrations/fused_lora.py", "(known.xa,)", "(known.xa * 0,)"),
+            (
+                "the head's gradient without its factor",
+                "oomb_accel/loss.py",
+                "torch.mul(gradient_ND, grads[0].unsqueeze(1)",
+                "torch.mul(gradient_ND, 1",
+            ),
+            (
+                "the head's gradient is made and not kept",
+                "oomb_accel/integrations/step.py",
+                "            run.memory.heads[chunk.index] = gradient\n",
+                "            pass\n",
+            ),
+            (
+                "attention outputs before the head's gradient",
+                "oomb_accel/integrations/step_memory.py",
+                "spare -= bytes_per_token * sum(",
+                "spare -= 0 * sum(",
+            ),
+        )
     ),
     Mutation(
         "K stored twice",

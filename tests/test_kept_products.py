@@ -133,7 +133,7 @@ class Around(nn.Module):
 
 USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
     "its output is changed in place, so it is made again": (lambda mlp, x: mlp(x).mul_(2), -1),
-    "it is called twice, and gets its outputs in order": (lambda mlp, x: mlp(x) + mlp(x * 2), 1),
+    "it is called twice, and gets its outputs in order": (lambda mlp, x: mlp(x) + 3 * mlp(x * 2), 1),
 }
 """And how many products of a chunk more are kept."""
 
