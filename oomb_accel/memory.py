@@ -38,7 +38,7 @@ class HeadGradient(NamedTuple):
     log_probs_N: Tensor
     """fp32, fp64 for fp64 logits."""
     gradient_ND: Tensor
-    """In the dtype of logits; times a scale that `loss.py` has for it."""
+    """In the dtype of logits."""
 
 
 @dataclass(slots=True)
