@@ -18,7 +18,7 @@ from oomb_accel.memory import StreamMemory
 from oomb_accel.offload import StreamRecords
 from oomb_accel.pages import PagedKVCache, PageRooms, PageShape, PassNeeds, divide, working_bytes
 from oomb_accel.plan import PageLayout, least_host_bytes, page_demand
-from oomb_accel.plan.sizes import float8_input_bytes, head_gradient_bytes, mlp_output_bytes, output_bytes
+from oomb_accel.plan.sizes import float8_input_bytes, head_gradient_bytes, kept_product_bytes, output_bytes
 from oomb_accel.progress import GIB
 from oomb_accel.schedule import ChunkSchedule
 from oomb_accel.setting_text import dtype_name
@@ -258,7 +258,7 @@ def _sparse_workspace(state: Attachment, schedule: ChunkSchedule, dtype: torch.d
 
 def _product_bytes(layer: Any, dtype: torch.dtype) -> int:
     """Of what a linear layer with LoRA keeps of a token."""
-    return mlp_output_bytes(layer.out_features, max(layer.r.values(), default=0), dtype.itemsize)
+    return kept_product_bytes(layer.out_features, max(layer.r.values(), default=0), dtype.itemsize)
 
 
 def _spare_bytes(state: Attachment, schedule: ChunkSchedule, device: torch.device) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from oomb_accel.plan.job import Job
-from oomb_accel.plan.sizes import DTYPE_BYTES, head_gradient_bytes, mlp_output_bytes, output_bytes
+from oomb_accel.plan.sizes import DTYPE_BYTES, head_gradient_bytes, kept_product_bytes, output_bytes
 from oomb_accel.schedule import Chunk, ChunkSchedule
 
 
@@ -81,7 +81,7 @@ def block_ends(job: Job) -> dict[str, int]:
 def _product_bytes_per_token(job: Job) -> int:
     """Of outputs of one of these products, over all layers."""
     model = job.model
-    return model.num_layers * mlp_output_bytes(model.hidden, job.lora_r, DTYPE_BYTES[job.compute_dtype])
+    return model.num_layers * kept_product_bytes(model.hidden, job.lora_r, DTYPE_BYTES[job.compute_dtype])
 
 
 def _can_keep_head(job: Job) -> bool:

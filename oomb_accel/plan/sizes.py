@@ -85,7 +85,7 @@ def output_bytes(num_heads: int, head_dim: int, itemsize: int) -> int:
     return num_heads * (head_dim * itemsize + 4)
 
 
-def mlp_output_bytes(hidden: int, rank: int, itemsize: int) -> int:
+def kept_product_bytes(hidden: int, rank: int, itemsize: int) -> int:
     """Bytes of the output of an MLP's last product, or attention's, and of its ``x A^T`` of one token in one layer.
 
     Args:

@@ -11,7 +11,7 @@ from oomb_accel.plan import Estimate, Job, estimate, read_shape
 from oomb_accel.plan import kept as kept_module
 from oomb_accel.plan.kept import block_ends
 from oomb_accel.plan.memory import Memory, activation_bytes_per_token, estimate_memory
-from oomb_accel.plan.sizes import GIB, head_gradient_bytes, mlp_output_bytes
+from oomb_accel.plan.sizes import GIB, head_gradient_bytes, kept_product_bytes
 
 M = 1 << 20
 ATTENTION, PRODUCT = 28 * 28 * (128 * 2 + 4), 28 * 2 * (3584 + 16)
@@ -74,7 +74,7 @@ def test_chunks_that_run_again_without_the_head_have_no_logits(monkeypatch: pyte
 
 
 def test_the_size_of_a_number_counts() -> None:
-    assert mlp_output_bytes(3584, 16, 2) * 28 == PRODUCT and head_gradient_bytes(3584, 2) == HEAD
+    assert kept_product_bytes(3584, 16, 2) * 28 == PRODUCT and head_gradient_bytes(3584, 2) == HEAD
     wide = estimate(job(M // 32, weights_dtype="float32", compute_dtype="float32", lora_r=8)).memory
     assert wide.device["kept MLP outputs"] == 3 * 8192 * 28 * 4 * (3584 + 8)
     assert wide.device["kept head gradients"] == 3 * 8192 * (4 * 3584 + 4)
