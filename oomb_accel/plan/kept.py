@@ -57,6 +57,13 @@ def kept_results(job: Job, schedule: ChunkSchedule, budget_bytes: float, *, offl
     return KeptResults(head, attention, **products)
 
 
+def bytes_before_pages(job: Job, schedule: ChunkSchedule) -> int:
+    """Of attention outputs that are kept whatever is free: the rest is for pages, unless settings say how much is."""
+    if job.keep_outputs is not True or job.offload != "auto" or job.device_pages_bytes is not None:
+        return 0
+    return sum(chunk.num_tokens for chunk in repeated_chunks(job, schedule)) * attention_bytes_per_token(job)
+
+
 def repeated_chunks(job: Job, schedule: ChunkSchedule) -> Sequence[Chunk]:
     """Chunks that run again: where the last one's graph is kept, it holds its outputs."""
     return schedule.chunks[:-1] if job.keep_last_graph else schedule.chunks

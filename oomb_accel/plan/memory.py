@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
-from oomb_accel.plan.kept import attention_bytes_per_token, kept_results, repeated_chunks
+from oomb_accel.plan.kept import attention_bytes_per_token, bytes_before_pages, kept_results, repeated_chunks
 from oomb_accel.plan.pages import PageDemand, page_demand
 from oomb_accel.plan.pools import MemoryPlan, plan_memory
 from oomb_accel.plan.sizes import (
@@ -91,6 +91,7 @@ def estimate_memory(job: Job) -> Memory:
         demand,
         free_device_bytes=free,
         activation_bytes=chunk_bytes,
+        outputs_bytes=bytes_before_pages(job, schedule),
         host_budget_bytes=pages_budget,
         chunk_tokens=job.chunk_tokens,
         offload=job.offload,
