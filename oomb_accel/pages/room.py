@@ -152,13 +152,14 @@ def _too_small(needed: int, given: int, outputs: int) -> str:
     gib = 2**30
     wanted, room = needed / gib, max(0, given) / gib
     beside = f" beside {outputs / gib:.3g} GiB of attention outputs" if outputs else ""
-    what = (
-        "The device has too little memory for the pages of one chunk.\n"
-        f"  A layer's pages and their gradients need {wanted:.3g} GiB at once; pages may take {room:.3g} GiB{beside}.\n"
+    remedy = (
+        f"device_pages_gib={1.01 * wanted:.3g} where the device has it, page_grad_dtype='bfloat16', "
+        "page_dtype='float8', or chunk_tokens, span_tokens and (sparse attention) top_k lower"
     )
     if outputs and needed <= given + outputs:
-        return f"{what}  Set keep_outputs='auto', which keeps what fits."
+        remedy = "keep_outputs='auto', which keeps what fits"
     return (
-        f"{what}  Set device_pages_gib={1.01 * wanted:.3g} where the device has it, page_grad_dtype='bfloat16', "
-        "page_dtype='float8', or chunk_tokens, span_tokens and (sparse attention) top_k lower."
+        "The device has too little memory for the pages of one chunk.\n"
+        f"  A layer's pages and their gradients need {wanted:.3g} GiB at once; pages may take {room:.3g} GiB{beside}.\n"
+        f"  Set {remedy}."
     )
