@@ -15,6 +15,7 @@ from oomb_accel.cli.options import Parser, num_tokens, number, tokens_of
 from oomb_accel.config import OombConfig
 from oomb_accel.plan import (
     GPUS,
+    Adapters,
     Job,
     choose,
     dtypes_of,
@@ -101,6 +102,7 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, 
     parser.set_defaults(
         length=None if tokens is None else str(tokens),
         lora_r=recipe.lora_r,
+        adapters=recipe.adapters,
         torch_dtype=recipe.torch_dtype,
         mixed_precision=recipe.mixed_precision,
         **_defaults(config),
@@ -252,6 +254,7 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
         model=model,
         tokens=_length(options.length),
         lora_r=lora_r,
+        adapters=options.adapters,
         distinct=options.distinct,
         gpu=gpu,
         num_gpus=options.gpus,
@@ -304,7 +307,7 @@ def _parser() -> Parser:
         "model",
         help="a config.json, a model's folder, a hub id, a name such as qwen2.5-7b; or, as the first word, a recipe",
     )
-    parser.set_defaults(mixed_precision="auto")
+    parser.set_defaults(mixed_precision="auto", adapters=Adapters())
     parser.add_argument("--length", default="128K", help="tokens of the document, such as 131072, 128K or 1M")
     training = parser.add_argument_group("training")
     training.add_argument("--lora_r", type=int, default=16, help="rank of adapters on all linear layers; default 16")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from oomb_accel.foresight import Foresight
+from oomb_accel.integrations.agreement import is_partitioned
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.support import compute_dtype, gathered_bytes, whole_numel
 from oomb_accel.keep import chunks_to_keep, free_bytes
@@ -117,8 +118,9 @@ def divide_pages(state: Attachment, schedule: ChunkSchedule, device: torch.devic
     trains = torch.is_grad_enabled()
     shape, needs = state.page_shape(sparse=trains and bool(state.sparse_layers)), state.pass_needs()
     dtype = compute_dtype(state.base, device)
-    room = _page_bytes(state, schedule, device, shape, needs)
-    rooms = divide(shape, schedule, dtype, needs, room, with_gradients=trains)
+    outputs = _bytes_before_pages(state, schedule, dtype)
+    room = _page_bytes(state, schedule, device, shape, needs) - outputs
+    rooms = divide(shape, schedule, dtype, needs, room, with_gradients=trains, outputs_bytes=outputs)
     if rooms is None:
         return None
     if trains and shape.sparse_layers:
@@ -182,7 +184,7 @@ def _layout(state: Attachment, shape: PageShape, dtype: torch.dtype) -> PageLayo
 def _page_bytes(
     state: Attachment, schedule: ChunkSchedule, device: torch.device, shape: PageShape, needs: PassNeeds
 ) -> int:
-    """Device memory that pages may take.
+    """Device memory that pages and what has its room before them may take.
 
     Raises:
         ValueError: a setting that is more than what is free.
@@ -202,8 +204,19 @@ def _page_bytes(
         return sys.maxsize
     if config.offload is True:
         return working_bytes(shape, schedule, dtype, needs)
-    kept = sum(chunk.num_tokens for chunk in schedule.chunks) if config.keep_outputs is True else 0
-    return free_bytes(device) - _other_bytes(state, schedule, dtype) - kept * _output_bytes(state, dtype)
+    return free_bytes(device) - _other_bytes(state, schedule, dtype)
+
+
+def _bytes_before_pages(state: Attachment, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
+    """Of attention outputs that are kept whatever is free: the rest is for pages, unless settings say how much is."""
+    config = state.config
+    if config.keep_outputs is not True or config.offload != "auto" or config.device_pages_gib != "auto":
+        return 0
+    if not torch.is_grad_enabled():
+        return 0
+    keeps_graph = config.keep_last_graph and not is_partitioned(state.model)
+    again = schedule.chunks[:-1] if keeps_graph else schedule.chunks
+    return sum(chunk.num_tokens for chunk in again) * _output_bytes(state, dtype)
 
 
 def _largest_record(state: Attachment, shape: PageShape, device: torch.device) -> int:

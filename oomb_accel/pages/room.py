@@ -77,6 +77,7 @@ def divide(
     device_bytes: int,
     *,
     with_gradients: bool = True,
+    outputs_bytes: int = 0,
 ) -> PageRooms | None:
     """Divide pages that are more than the device holds.
 
@@ -84,6 +85,7 @@ def divide(
         dtype: of the model's K and V.
         device_bytes: for everything that a stream keeps in a cache.
         with_gradients: False for an evaluation.
+        outputs_bytes: of attention outputs that have been taken off ``device_bytes``, for the message.
 
     Returns:
         None where all of it fits.
@@ -108,7 +110,7 @@ def divide(
         return layers * least * sizes["values"], max(layers * least * sizes["gradients"], means)
 
     if room < sum(at_least(1)):
-        raise ValueError(_too_small(fixed + sum(at_least(1)), device_bytes))
+        raise ValueError(_too_small(fixed + sum(at_least(1)), device_bytes, outputs_bytes))
     wanted = at_least(_AHEAD if room >= sum(at_least(_AHEAD)) else 1)
     shares = pool_shares(
         room,
@@ -146,12 +148,18 @@ def _room(counts: list[int], least: int, num_slots: int) -> DeviceRoom | None:
     return DeviceRoom(tuple(count * (num_slots - reserve) // whole for count in counts), reserve)
 
 
-def _too_small(needed: int, given: int) -> str:
+def _too_small(needed: int, given: int, outputs: int) -> str:
     gib = 2**30
     wanted, room = needed / gib, max(0, given) / gib
+    beside = f" beside {outputs / gib:.3g} GiB of attention outputs" if outputs else ""
+    remedy = (
+        f"device_pages_gib={1.01 * wanted:.3g} where the device has it, page_grad_dtype='bfloat16', "
+        "page_dtype='float8', or chunk_tokens, span_tokens and (sparse attention) top_k lower"
+    )
+    if outputs and needed <= given + outputs:
+        remedy = "keep_outputs='auto', which keeps what fits"
     return (
         "The device has too little memory for the pages of one chunk.\n"
-        f"  A layer's pages and their gradients need {wanted:.3g} GiB at once; pages may take {room:.3g} GiB.\n"
-        f"  Set device_pages_gib={1.01 * wanted:.3g} where the device has it, page_grad_dtype='bfloat16', "
-        "page_dtype='float8', or chunk_tokens, span_tokens and (sparse attention) top_k lower."
+        f"  A layer's pages and their gradients need {wanted:.3g} GiB at once; pages may take {room:.3g} GiB{beside}.\n"
+        f"  Set {remedy}."
     )

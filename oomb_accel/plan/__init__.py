@@ -1,5 +1,6 @@
 """What a step takes before it runs: memory by tier, time, traffic; for laptops too, so nothing here imports torch."""
 
+from oomb_accel.plan.adapters import Adapters
 from oomb_accel.plan.choose import Choice, choose
 from oomb_accel.plan.fit import Estimate, estimate, largest_tokens
 from oomb_accel.plan.gpus import GPUS, Gpu, gpu_named, gpu_of_device
@@ -14,6 +15,7 @@ from oomb_accel.plan.timing import StepTime, estimate_time
 
 __all__ = [
     "GPUS",
+    "Adapters",
     "Choice",
     "Estimate",
     "Found",

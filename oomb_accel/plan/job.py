@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from oomb_accel.config import OombConfig
+from oomb_accel.plan.adapters import PLAIN_LORA, Adapters
 from oomb_accel.plan.gpus import H200, Gpu
 from oomb_accel.plan.pages import PageLayout
 from oomb_accel.plan.shape import ModelShape
@@ -35,6 +36,7 @@ class Job:
     """Length of the document."""
     lora_r: int = 16
     """Rank of the adapters on all linear layers; 0 trains all weights."""
+    adapters: Adapters = PLAIN_LORA
     weights_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
@@ -86,7 +88,14 @@ class Job:
     @property
     def trainable(self) -> int:
         """Numbers that are trained."""
-        return self.model.lora_parameters(self.lora_r) if self.lora_r else self.model.num_parameters
+        if not self.lora_r:
+            return self.model.num_parameters
+        return self.model.lora_parameters(self.lora_r) + self.trained_whole
+
+    @property
+    def trained_whole(self) -> int:
+        """Numbers that are trained beside adapters."""
+        return self.adapters.num_vocabulary_modules * self.model.head_weights if self.lora_r else 0
 
     @property
     def float8_bytes(self) -> int:

@@ -57,6 +57,13 @@ def kept_results(job: Job, schedule: ChunkSchedule, budget_bytes: float, *, offl
     return KeptResults(head, attention, **products)
 
 
+def bytes_before_pages(job: Job, schedule: ChunkSchedule) -> int:
+    """Of attention outputs that are kept whatever is free: the rest is for pages, unless settings say how much is."""
+    if job.keep_outputs is not True or job.offload != "auto" or job.device_pages_bytes is not None:
+        return 0
+    return sum(chunk.num_tokens for chunk in repeated_chunks(job, schedule)) * attention_bytes_per_token(job)
+
+
 def repeated_chunks(job: Job, schedule: ChunkSchedule) -> Sequence[Chunk]:
     """Chunks that run again: where the last one's graph is kept, it holds its outputs."""
     return schedule.chunks[:-1] if job.keep_last_graph else schedule.chunks
@@ -71,11 +78,11 @@ def attention_bytes_per_token(job: Job) -> int:
 def block_ends(job: Job) -> dict[str, int]:
     """How many inputs the products have that end MLPs and attention, where fused LoRA can skip them: those first that
     save most. Experts have many of the former."""
-    if not job.lora_r:
+    if not job.lora_r or not job.adapters.plain:
         return {}
     model = job.model
-    ends = {} if model.num_experts else {"mlp": model.intermediate}
-    return ends | {"o_proj": model.num_heads * model.head_dim}
+    ends = {} if model.num_experts or not job.adapters.are_on("down_proj") else {"mlp": model.intermediate}
+    return ends | ({"o_proj": model.num_heads * model.head_dim} if job.adapters.are_on("o_proj") else {})
 
 
 def _product_bytes_per_token(job: Job) -> int:
@@ -87,7 +94,7 @@ def _product_bytes_per_token(job: Job) -> int:
 def _can_keep_head(job: Job) -> bool:
     """Whether the head is frozen, and there whenever it is wanted. Models that change logits behind their head are not
     told apart."""
-    return job.lora_r > 0 and job.zero_stage != 3
+    return job.lora_r > 0 and job.zero_stage != 3 and not job.adapters.train_head
 
 
 def _latest_that_fit(sizes: Sequence[int], budget_bytes: float) -> Kept:

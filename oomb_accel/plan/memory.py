@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
-from oomb_accel.plan.kept import attention_bytes_per_token, kept_results, repeated_chunks
+from oomb_accel.plan.kept import attention_bytes_per_token, bytes_before_pages, kept_results, repeated_chunks
 from oomb_accel.plan.pages import PageDemand, page_demand
 from oomb_accel.plan.pools import MemoryPlan, plan_memory
 from oomb_accel.plan.sizes import (
@@ -91,6 +91,7 @@ def estimate_memory(job: Job) -> Memory:
         demand,
         free_device_bytes=free,
         activation_bytes=chunk_bytes,
+        outputs_bytes=bytes_before_pages(job, schedule),
         host_budget_bytes=pages_budget,
         chunk_tokens=job.chunk_tokens,
         offload=job.offload,
@@ -238,9 +239,11 @@ def _training_state(job: Job) -> dict[str, int]:
     itemsize = 4 if job.weights_dtype == "float32" else 2
     adapters = trained if job.lora_r else 0
     if job.zero_stage is None:
-        of_adapters = 4 * adapters  # PEFT makes them in fp32
-        moments = _ADAM_BYTES if job.lora_r or itemsize == 4 else 4  # AdamW's are in the type of the weights
-        optimizer, buckets = moments * trained, 0
+        # PEFT makes adapters in fp32, and copies in the type of the weights of what is trained whole beside them.
+        whole = job.trained_whole if job.lora_r else trained
+        of_adapters = 4 * (trained - whole) + itemsize * job.trained_whole
+        moments = _ADAM_BYTES if itemsize == 4 else 4  # AdamW's are in the type of the weights
+        optimizer, buckets = _ADAM_BYTES * (trained - whole) + moments * whole, 0
         if ranks > 1:
             buckets = trained * (4 if job.lora_r else itemsize)  # of DDP
     else:
@@ -269,7 +272,7 @@ def _gradients(job: Job) -> dict[str, int]:
     sums = 4 * job.trainable
     if job.reduce_per_chunk and job.zero_stage is not None:
         sums = 0 if job.zero_stage == 3 else sums // (job.num_gpus if job.zero_stage == 2 else 1)
-    head = 0 if job.lora_r else 2 * job.model.head_weights
+    head = 2 * job.model.head_weights if not job.lora_r or job.trained_whole else 0
     return {"gradients": sums + head}
 
 

@@ -72,6 +72,7 @@ def plan_memory(
     offload: bool | Literal["auto"] = "auto",
     device_pages_bytes: int | None = None,
     zero_stage: int | None = None,
+    outputs_bytes: int = 0,
 ) -> MemoryPlan:
     """Divide pages between device and host.
 
@@ -86,13 +87,14 @@ def plan_memory(
             what would fit, but for what layers need at once.
         device_pages_bytes: a limit on both pools together, whatever ``offload`` says; None takes what is free.
         zero_stage: for the message.
+        outputs_bytes: of attention outputs that have their room before pages.
 
     Returns:
         With ``fits`` False, the pools that the device would have to hold at least.
     """
     whole = demand.value_bytes + demand.gradient_bytes
     least = demand.least_value_bytes + demand.least_gradient_bytes
-    room = free_device_bytes - activation_bytes - demand.resident_bytes
+    room = free_device_bytes - activation_bytes - outputs_bytes - demand.resident_bytes
     if device_pages_bytes is not None:
         room = min(room, device_pages_bytes)
     most_room = room
@@ -106,13 +108,15 @@ def plan_memory(
         )
     if least > room:
         chunk = _Chunk(chunk_tokens, activation_bytes)
-        refusal = _too_small(demand, room, chunk, host_budget_bytes, device_pages_bytes, zero_stage)
+        refusal = _too_small(demand, room, chunk, host_budget_bytes, device_pages_bytes, zero_stage, outputs_bytes)
         return _refused(demand.least_value_bytes, demand.least_gradient_bytes, 0, *refusal)
     values, gradients, must = _divide(demand, room)
     if must > host_budget_bytes:
         what, remedy = _too_little_host(demand, must, host_budget_bytes, room)
         if _has_room(demand, most_room, host_budget_bytes):
             remedy = Remedy("offload='auto'", {"offload": "auto"}, "which keeps on the GPU what it has room for")
+        if outputs_bytes:
+            remedy = _fewer_outputs(demand, room + outputs_bytes, host_budget_bytes)
         return _refused(values, gradients, must, what, remedy)
     return MemoryPlan(values, gradients, must, True, "")
 
@@ -200,6 +204,7 @@ def _too_small(
     host_budget_bytes: int,
     device_pages_bytes: int | None,
     zero_stage: int | None,
+    outputs_bytes: int,
 ) -> tuple[str, Remedy]:
     least = demand.least_value_bytes + demand.least_gradient_bytes
     if device_pages_bytes is not None and device_pages_bytes == room:
@@ -209,15 +214,30 @@ def _too_small(
             {"device_pages_bytes": int(gib * GIB)},
             enough=_has_room(demand, int(gib * GIB), host_budget_bytes),
         )
+    elif outputs_bytes:
+        remedy = _fewer_outputs(demand, room + outputs_bytes, host_budget_bytes)
     else:
         remedy = _smaller_chunk(demand, room, chunk, host_budget_bytes, zero_stage)
-    beside = f"{_gib(chunk.activation_bytes)} of activations and logits"
-    if demand.resident_bytes:
-        beside += f" and {_gib(demand.resident_bytes)} of page lists and scales"
+    others = {
+        "activations and logits": chunk.activation_bytes,
+        "attention outputs": outputs_bytes,
+        "page lists and scales": demand.resident_bytes,
+    }
+    beside = " and ".join(f"{_gib(num_bytes)} of {what}" for what, num_bytes in others.items() if num_bytes)
     return (
         "The GPU has no room for one chunk and the pages that it needs at once.\n"
         f"  These pages take {_gib(least)}; {_gib(max(0, room))} are free beside {beside}."
     ), remedy
+
+
+def _fewer_outputs(demand: PageDemand, room: int, host_budget_bytes: int) -> Remedy:
+    """Attention outputs of as many chunks as fit beside pages.
+
+    Args:
+        room: for pages, when none are kept.
+    """
+    enough = _has_room(demand, room, host_budget_bytes)
+    return Remedy("keep_outputs='auto'", {"keep_outputs": "auto"}, "which keeps what fits", enough)
 
 
 def _smaller_chunk(

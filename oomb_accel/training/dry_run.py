@@ -240,6 +240,7 @@ def _job(recipe: Recipe, config: Any, machine: Machine) -> Job:
         model=shape,
         tokens=recipe.oomb.page_tokens,
         lora_r=recipe.lora_r,
+        adapters=recipe.adapters,
         **dtypes_of(
             recipe.torch_dtype,
             lora_r=recipe.lora_r,

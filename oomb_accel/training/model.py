@@ -109,7 +109,7 @@ def read_config(name: str, *, revision: str | None = None, trust_remote_code: bo
         ValueError: no model folder and no model that the hub serves; a config that is broken or of no language model;
             or code that would have to run.
     """
-    check_folder(name)
+    check_folder(name, revision)
     with _says_what_is_wrong(name):
         config = AutoConfig.from_pretrained(
             name,
@@ -127,7 +127,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
         ValueError: there is none.
     """
     name = recipe.model_name_or_path
-    check_folder(name)
+    check_folder(name, recipe.revision)
     with _says_what_is_wrong(name, of_tokenizer=True):
         return AutoTokenizer.from_pretrained(
             name,
@@ -314,8 +314,12 @@ def _no_folder(name: str) -> str:
     return f"There is no folder {name!r} in {os.getcwd()}{meant}"
 
 
-def check_folder(name: str) -> None:
-    """Say at once what is wrong with a local path, before the hub is asked for it."""
+def check_folder(name: str, revision: str | None = None) -> None:
+    """Say at once what is wrong with a local path, before the hub is asked for it.
+
+    Args:
+        revision: of a model of the hub; a folder has none.
+    """
     path = Path(name)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists()
     if looks_local and not (path / "config.json").is_file():
@@ -324,6 +328,11 @@ def check_folder(name: str) -> None:
             f"The model {name!r} cannot be loaded.\n  {path.absolute()} {state}.\n"
             f"  Set {called('model_name_or_path')} to a model folder or a hub id; "
             "launch/prepare_demo.py makes a small model."
+        )
+    if looks_local and revision is not None:
+        raise ValueError(
+            f"A folder has no revisions.\n  Got revision={revision!r} with the model in {name!r}.\n"
+            f"  Leave revision out, or set {called('model_name_or_path')} to a hub id."
         )
     if looks_local:
         _check_sizes(name, path / "config.json")

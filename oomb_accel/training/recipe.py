@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oomb_accel.config import OombConfig
+from oomb_accel.plan import Adapters
 from oomb_accel.reading import shown
 from oomb_accel.sources import Source
 from oomb_accel.spelling import called
@@ -271,6 +272,16 @@ class Recipe:
         recipe = cls(**values)
         recipe.flags, recipe.given = flags, frozenset(values)
         return recipe
+
+    @property
+    def adapters(self) -> Adapters:
+        """What an estimate has to know of them beside their rank."""
+        wanted = self.lora_target_modules
+        return Adapters(
+            plain=not self.lora_dropout and not self.use_dora,
+            targets="all-linear" if isinstance(wanted, str) else tuple(wanted),
+            whole=tuple(self.lora_modules_to_save or ()),
+        )
 
     def oomb_sources(self) -> tuple[Source, ...]:
         """What this recipe says about the chunk recurrence, to be held against what others say."""

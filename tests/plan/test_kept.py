@@ -181,3 +181,30 @@ def test_the_recompute_skips_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     gained = {part: seconds - with_head.time.parts[part] for part, seconds in without.time.parts.items()}
     assert gained.pop("linear layers") == pytest.approx(2 * (M // 8 - 1) * 152064 * 3584 / 690e12)
     assert set(gained.values()) == {0.0}
+
+
+def test_outputs_that_are_wanted_have_their_room_before_pages() -> None:
+    """As in the engine: pages that have no room beside them go to the host, unless settings say otherwise."""
+    of = job(300 * 1024, keep_outputs=True)
+    asked, auto = estimate(of), estimate(replace(of, keep_outputs="auto"))
+    assert asked.fits and asked.memory.plan.offloads and not auto.memory.plan.offloads
+    assert kept(asked) == [[], list(range(37)), [], []]
+    assert asked.memory.device_bytes <= 0.94 * of.gpu.memory_bytes
+    assert asked.memory.pinned["K, V and page gradients"] > 0
+    assert not estimate(replace(of, offload=False)).fits
+    assert estimate(replace(of, device_pages_bytes=8 * GIB)).memory.plan.device_value_bytes < 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("tokens", "host_gib", "enough"), [(M // 2, 128, True), (M * 3 // 2, 128, False), (M // 4, 8, True)]
+)
+def test_outputs_for_which_pages_have_no_room(tokens: int, host_gib: int, enough: bool) -> None:
+    """The device is too small beside them, or the host for the pages that they drive out."""
+    of = job(tokens, keep_outputs=True, host_bytes=host_gib * GIB)
+    found = estimate(of)
+    assert not found.fits and estimate(replace(of, keep_outputs="auto")).fits is enough
+    advice = found.refusal.splitlines()[2]
+    assert advice.startswith(
+        "  Set keep_outputs='auto'" if enough else "  keep_outputs='auto', which keeps what fits, is part"
+    )
+    assert "attention outputs" in found.refusal or host_gib == 8

@@ -171,6 +171,7 @@ def test_a_dry_run_that_does_not_fit(
     ("changes", "said"),
     [
         ({"model_name_or_path": "./nowhere"}, "is not a folder"),
+        ({"revision": "v1"}, "A folder has no revisions."),
         ({"data_path": "nowhere.txt"}, "no data"),
         ({"rope_parameters": {"rope_type": "foo"}}, "rope_type"),
     ],
