@@ -333,8 +333,9 @@ class _FusedLinears(torch.autograd.Function):
         dx_TI: Tensor | None = None
         dbs: list[Tensor | None] = [None] * count
         das: list[Tensor | None] = [None] * count
-        for n in (n for n in dys if need_bs[n]):
-            dbs[n] = _scaled_product(dys[n].t(), xas[n], group.parts[n])
+        for n, dy_TO in dys.items():
+            if need_bs[n]:
+                dbs[n] = _scaled_product(dy_TO.t(), xas[n], group.parts[n])
         if dys and (need_x or any(need_as)):
             dxas = [_scaled_product(dy_TO, group.parts[n].copied_b_OR, group.parts[n]) for n, dy_TO in dys.items()]
             dxa_TS = torch.cat(dxas, dim=1) if len(dxas) > 1 else dxas[0]

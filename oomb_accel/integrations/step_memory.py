@@ -21,7 +21,7 @@ from oomb_accel.pages import PagedKVCache, PageRooms, PageShape, PassNeeds, divi
 from oomb_accel.plan import PageLayout, least_host_bytes, page_demand
 from oomb_accel.plan.sizes import float8_input_bytes, head_gradient_bytes, kept_product_bytes, output_bytes
 from oomb_accel.progress import GIB
-from oomb_accel.schedule import ChunkSchedule
+from oomb_accel.schedule import Chunk, ChunkSchedule
 from oomb_accel.setting_text import dtype_name
 from oomb_kernels import backward_workspace_bytes
 
@@ -79,11 +79,11 @@ def kept_chunks(
     Args:
         head: where its gradient can be kept.
     """
-    chunks = schedule.chunks[:-1] if keep_last_graph else schedule.chunks  # the last one's graph holds its own
     wanted, dtype = state.config.keep_outputs, compute_dtype(state.base, device)
-    everything = frozenset(chunk.index for chunk in chunks) if wanted is True else frozenset[int]()
     if wanted is False or not torch.is_grad_enabled():
         return KeptChunks()
+    chunks = _run_again(schedule, keep_last_graph)
+    everything = frozenset(chunk.index for chunk in chunks) if wanted is True else frozenset[int]()
     if rooms is not None:
         return KeptChunks(outputs=everything)
     spare = _spare_bytes(state, schedule, device)
@@ -210,13 +210,16 @@ def _page_bytes(
 def _bytes_before_pages(state: Attachment, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
     """Of attention outputs that are kept whatever is free: the rest is for pages, unless settings say how much is."""
     config = state.config
-    if config.keep_outputs is not True or config.offload != "auto" or config.device_pages_gib != "auto":
+    divides = config.offload == "auto" and config.device_pages_gib == "auto"
+    if config.keep_outputs is not True or not divides or not torch.is_grad_enabled():
         return 0
-    if not torch.is_grad_enabled():
-        return 0
-    keeps_graph = config.keep_last_graph and not is_partitioned(state.model)
-    again = schedule.chunks[:-1] if keeps_graph else schedule.chunks
+    again = _run_again(schedule, config.keep_last_graph and not is_partitioned(state.model))
     return sum(chunk.num_tokens for chunk in again) * _output_bytes(state, dtype)
+
+
+def _run_again(schedule: ChunkSchedule, keep_last_graph: bool) -> Sequence[Chunk]:
+    """Chunks that the backward sweep runs again: where the last one's graph is kept, it holds its own."""
+    return schedule.chunks[:-1] if keep_last_graph else schedule.chunks
 
 
 def _largest_record(state: Attachment, shape: PageShape, device: torch.device) -> int:
