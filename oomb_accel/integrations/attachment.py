@@ -19,7 +19,7 @@ from oomb_accel.gradients import Deliveries
 from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.agreement import ranks_on_host
 from oomb_accel.integrations.float8_base import Float8Base, Place
-from oomb_accel.integrations.fused_lora import block_ends, lora_siblings
+from oomb_accel.integrations.lora_layers import block_ends, lora_siblings
 from oomb_accel.integrations.rope import DocumentRope
 from oomb_accel.integrations.support import (
     ModelFacts,

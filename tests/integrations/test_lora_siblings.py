@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from oomb_accel.integrations.fused_lora import fused_lora, lora_siblings
+from oomb_accel.integrations.fused_lora import fused_lora
+from oomb_accel.integrations.lora_layers import lora_siblings
 from tests.harness.models import ALL_LINEAR, tiny_model
 from tests.integrations.test_fused_lora import as_peft_makes_it, lora_layers, nodes_of
 
