@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -24,6 +24,7 @@ from oomb_accel.host import (
 from oomb_accel.pages import (
     CudaMover,
     HostMover,
+    HostRoom,
     Kind,
     PageMover,
     PageRooms,
@@ -155,26 +156,34 @@ class StreamRecords:
     rooms: PageRooms
     foresight: Foresight
     device: torch.device
+    _room: HostRoom | None = field(default=None, init=False)
 
     def __call__(self, kind: Kind, num_slots: int, dtype: torch.dtype) -> Records:
         """Records of a kind, on the device or in two tiers."""
         room = self.rooms.values if kind == "values" else self.rooms.gradients
         if room is None:
             return StoredPages(self.shape, self.schedule.num_pages, num_slots, dtype, self.device)
-        assert self.offload.arena is not None and self.offload.mover is not None, "host memory was reserved"
-        store = HostStore(self.offload.arena, self.shape.slot_bytes(dtype))
-        records = TieredPages(
+        assert self.offload.mover is not None, "host memory was reserved"
+        return TieredPages(
             self.shape,
             self.schedule.num_pages,
             room,
             dtype,
             self.device,
-            store,
+            self._host_room(dtype),
             self.offload.mover,
             lambda layer, places: self.foresight.worth(kind, layer, places),
         )
-        weakref.finalize(records, _give_back, store, self.device).atexit = False
-        return records
+
+    def _host_room(self, dtype: torch.dtype) -> HostRoom:
+        """The stream's, with slots for the smallest records. Values come first, of this dtype."""
+        if self._room is None:
+            assert self.offload.arena is not None, "host memory was reserved"
+            smallest = min(self.shape.slot_bytes(dtype), self.shape.slot_bytes(self.shape.grad_dtype))
+            store = HostStore(self.offload.arena, smallest)
+            self._room = HostRoom(store)
+            weakref.finalize(self._room, _give_back, store, self.device).atexit = False
+        return self._room
 
 
 def _give_back(store: HostStore, device: torch.device) -> None:

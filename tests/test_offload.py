@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from oomb_accel.host import mapping
 from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.memory import StreamMemory
+from oomb_accel.plan import sizes
+from oomb_accel.progress import GIB
 from oomb_accel.schedule import ChunkSchedule
 from tests.harness.batches import documents_of, packed
 from tests.harness.models import tiny_model
 from tests.harness.parity import config, switched_on
+from tests.harness.sparse import sparse
 from tests.integrations.setups import count_chunks
 
 
@@ -41,6 +45,25 @@ def test_memory_that_the_system_refuses_is_told_before_the_step(monkeypatch: pyt
                 model(**packed(documents_of(90, 21, 40)).batch)
         assert chunks == []
         model(**packed(documents_of(90, 21, 40)).batch).loss.backward()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kib", [100, 150, 200])
+@pytest.mark.parametrize("top_k", [2, 6])
+def test_a_step_needs_no_more_host_memory_than_was_made_before_it(
+    monkeypatch: pytest.MonkeyPatch, kib: int, dtype: Any, top_k: int
+) -> None:
+    """Also where values that have come up again still have a copy on the host, when gradients need the room."""
+    for name in ("_SMALLEST_SLAB_BYTES", "LARGEST_SLAB_BYTES"):
+        monkeypatch.setattr(sizes, name, mmap.PAGESIZE)
+    settings = sparse(device_pages_gib=kib * 1024 / GIB, top_k=top_k, page_grad_dtype=dtype)
+    with switched_on(tiny_model(), settings) as model:
+        loss = model(**packed(documents_of(400)).batch).loss
+        arena = attachment_of(model).offload.arena
+        assert arena is not None
+        arena.limit_bytes = made = arena.num_bytes
+        loss.backward()
+        assert 0 < arena.peak_bytes <= made == arena.num_bytes
 
 
 @pytest.fixture

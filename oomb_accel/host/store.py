@@ -1,4 +1,4 @@
-"""Records of one size in slabs of an arena. Numbers only: what a record means, and when it moves, others know."""
+"""Records in slabs of an arena. Numbers only: what a record means, and when it moves, others know."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ class HostStore:
     A slot keeps its number and its address until it is freed. A record never straddles slabs. A slab without records
     goes back to the arena at once. Not for several threads.
 
+    A wider record takes several neighbours, the first of which is a multiple of its width and gives it its number.
+
     Args:
         arena: where slabs come from.
-        record_bytes: of each record.
+        record_bytes: of the smallest records.
     """
 
     def __init__(self, arena: HostArena, record_bytes: int) -> None:
@@ -47,25 +49,28 @@ class HostStore:
     def _num_slabs(self) -> int:
         return sum(slab is not None for slab in self._slabs)
 
-    def allocate(self, count: int) -> Slots:
+    def allocate(self, count: int, width: int = 1) -> Slots:
         """Slots for so many records, ascending. Free slots of slabs that are held come before a new slab.
 
         They are one run of adjacent addresses where there is a place for it, the lowest such place; or else the lowest
         free slots.
 
+        Args:
+            width: slots that each of them takes.
+
         Raises:
             HostMemoryError: the arena has no slab for them. Nothing is allocated then.
         """
-        missing = count - int(self._num_free.sum())
-        self._add_slabs(max(0, -(-missing // self.records_per_slab)))
-        slots = self._run(count)
-        if slots is None:
-            slots = self._lowest(count)
-        self._mark(slots, False)
+        slots = self._free_slots(count, width)
+        if slots.size < count:
+            self._add_slabs(-(-(count - slots.size) // (self.records_per_slab // width)))
+            slots = self._free_slots(count, width)
+        self._mark(_widened(slots, width), False)
         return slots
 
-    def free(self, slots: Slots) -> None:
-        """Forget these records; all of them must be allocated."""
+    def free(self, slots: Slots, width: int = 1) -> None:
+        """Forget these records; all of them must be allocated, with this width."""
+        slots = _widened(slots, width)
         addresses, numbers = self.addresses(slots), np.arange(slots.size)
         self._addresses[slots] = numbers
         distinct = np.array_equal(self._addresses[slots], numbers)  # of equal slots, one has the number of another
@@ -90,26 +95,45 @@ class HostStore:
             if slab is not None:
                 self._give(place)
 
-    def _run(self, count: int) -> Slots | None:
+    def _free_slots(self, count: int, width: int) -> Slots:
+        """Where so many records would lie; fewer where there is no room for all."""
+        run = self._run(count, width)
+        return self._lowest(count, width) if run is None else run
+
+    def _wide(self, places: slice | int, width: int) -> npt.NDArray[np.bool_]:
+        """Which aligned groups of so many neighbours are free as a whole, the last axis one slab's."""
+        groups = self.records_per_slab // width
+        free = self._is_free[places][..., : groups * width]
+        whole: npt.NDArray[np.bool_] = np.logical_and.reduce(free.reshape(*free.shape[:-1], groups, width), axis=-1)
+        return whole
+
+    def _run(self, count: int, width: int) -> Slots | None:
         """The lowest run of free slots within a slab that is long enough."""
-        for place in np.flatnonzero(self._longest >= max(count, 1)).tolist():
-            bounded = np.zeros(self.records_per_slab + 2, bool)
-            bounded[1:-1] = self._is_free[place]
+        for place in np.flatnonzero(self._longest >= max(count, 1) * width).tolist():
+            free = self._is_free[place] if width == 1 else self._wide(place, width)
+            bounded = np.zeros(len(free) + 2, bool)
+            bounded[1:-1] = free
             edges = np.flatnonzero(bounded[1:] != bounded[:-1])
             starts, lengths = edges[::2], edges[1::2] - edges[::2]
-            self._longest[place] = lengths.max(initial=0)
+            if width == 1:
+                self._longest[place] = lengths.max(initial=0)
             fitting = starts[lengths >= count]
             if fitting.size:
-                return place * self.records_per_slab + int(fitting[0]) + np.arange(count, dtype=np.int64)
+                return place * self.records_per_slab + width * (int(fitting[0]) + np.arange(count, dtype=np.int64))
         return None
 
-    def _lowest(self, count: int) -> Slots:
+    def _lowest(self, count: int, width: int) -> Slots:
         """The lowest free slots, of as few slabs as that takes."""
+        if width > 1:
+            free = np.flatnonzero(self._wide(slice(None), width))[:count]
+            places, groups = np.divmod(free, self.records_per_slab // width)
+            wide: Slots = places * self.records_per_slab + groups * width
+            return wide
         first, last = np.searchsorted(
             np.cumsum(self._num_free), [1, count]
         ).tolist()  # places of the first and the last
-        free: Slots = np.flatnonzero(self._is_free[first : last + 1])[:count] + first * self.records_per_slab
-        return free
+        lowest: Slots = np.flatnonzero(self._is_free[first : last + 1])[:count] + first * self.records_per_slab
+        return lowest
 
     def _mark(self, slots: Slots, is_free: bool) -> Slots:
         """Returns how many it were in each place."""
@@ -168,3 +192,11 @@ class HostStore:
         self._addresses[place * self.records_per_slab : (place + 1) * self.records_per_slab] = 0
         self._is_free[place] = slab is not None
         self._num_free[place] = self._longest[place] = num_free
+
+
+def _widened(slots: Slots, width: int) -> Slots:
+    """All slots of records of a width."""
+    if width == 1:
+        return slots
+    wide: Slots = (slots[:, None] + np.arange(width)).reshape(-1)
+    return wide

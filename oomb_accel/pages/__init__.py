@@ -3,6 +3,7 @@
 
 from oomb_accel.pages.ahead import Need
 from oomb_accel.pages.cache import PagedKVCache
+from oomb_accel.pages.host_room import HostRoom
 from oomb_accel.pages.least_worth import Places, Worths
 from oomb_accel.pages.mover import CudaMover, HostMover, PageMover
 from oomb_accel.pages.pool import PagePool
@@ -16,6 +17,7 @@ __all__ = [
     "CudaMover",
     "DeviceRoom",
     "HostMover",
+    "HostRoom",
     "Kind",
     "Need",
     "PageMover",

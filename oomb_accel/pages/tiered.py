@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from oomb_accel.host import HostMemoryError, HostStore
+from oomb_accel.pages.host_room import HostRoom
 from oomb_accel.pages.least_worth import LeastWorth, Places, Worths, least
 from oomb_accel.pages.mover import Mark, PageMover
 from oomb_accel.pages.pool import PagePool
@@ -55,7 +55,7 @@ class TieredPages:
     Args:
         num_pages: logical pages of the stream.
         dtype: of the pool.
-        host: for records of this size.
+        host: for those of the stream.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TieredPages:
         room: DeviceRoom,
         dtype: torch.dtype,
         device: torch.device,
-        host: HostStore,
+        host: HostRoom,
         mover: PageMover,
         worth: Worth,
     ) -> None:
@@ -105,6 +105,7 @@ class TieredPages:
         self._downloads: list[Mark] = [None] * shape.num_layers
         """The last download of each layer."""
         self._largest_use = 0
+        host.add_holder(self)
 
     def exists(self, layer: int, pages: PageRange) -> npt.NDArray[np.bool_]:
         here = slice(pages.first, pages.end)
@@ -185,9 +186,23 @@ class TieredPages:
         for layer, (leaving, away) in enumerate(zip(present, on_host & ~present, strict=True)):
             self._resident[layer] -= np.count_nonzero(leaving)
             self._away[layer] -= np.count_nonzero(away)
-        self._host.free(host_slots[on_host])
+        self._host.free(host_slots[on_host], self._record_bytes)
         slots[...], host_slots[...], self._mirror[here] = NO_SLOT, NO_SLOT, NO_SLOT
         self._changed[here], self._expected[here] = False, 0
+
+    def give_up_copies(self, count: int) -> int:
+        """Free the host slots of records that the device has as well: those of the last pages, whose chunks are over
+        the soonest, so that most of them never leave again. Returns of how many."""
+        twice = self._on_both()
+        if not twice.any():
+            self._wait_for(self._num_uploads)
+            twice = self._on_both()
+        from_page = np.cumsum(twice.sum((0, 2))[::-1])[::-1]
+        twice[:, : max(0, np.count_nonzero(from_page >= count) - 1)] = False
+        self._host.free(self._host_slots[twice], self._record_bytes)
+        self._host_slots[twice] = NO_SLOT
+        self._changed |= twice
+        return int(np.count_nonzero(twice))
 
     def _places(self, pages: PageRange, wanted: Wanted | None) -> Places:
         first = pages.first * self._num_heads
@@ -226,6 +241,11 @@ class TieredPages:
         self._least_worth[layer].forget()
         unseen = self._num_uploads > self._uploads_seen
         return int(self._arrivals[layer, here].max(initial=0)) if unseen else 0
+
+    def _on_both(self) -> npt.NDArray[np.bool_]:
+        """Which records device and host have alike; not those that are on their way."""
+        on_both: npt.NDArray[np.bool_] = (self._slots != NO_SLOT) & (self._host_slots != NO_SLOT) & ~self._changed
+        return on_both & (self._arrivals <= self._uploads_seen)
 
     def _slots_for_kernels(self, layer: int, ranges: Iterable[PageRange]) -> Tensor:
         """int32 ``[G, n]``, as the mirror has them once it knows what has moved."""
@@ -347,7 +367,7 @@ class TieredPages:
         targets = host_slots[here]
         new = here[targets == NO_SLOT]
         if len(new):
-            host_slots[new] = self._host_room(len(new))
+            host_slots[new] = self._host.allocate(len(new), self._record_bytes)
             targets = host_slots[here]
         saved = self._mover.download(
             self._device_addresses(slots), self._host.addresses(targets), self._record_bytes, after=(now,)
@@ -355,20 +375,6 @@ class TieredPages:
         self._downloads[layer] = saved
         self._free.give(slots, (saved,))
         self._rows[layer].changed[here] = False
-
-    def _host_room(self, count: int) -> npt.NDArray[np.int64]:
-        """Host slots; where host memory runs out, of records that the device has as well."""
-        try:
-            return self._host.allocate(count)
-        except HostMemoryError:
-            waited_for = self._arrivals <= self._uploads_seen
-            twice = (self._slots != NO_SLOT) & (self._host_slots != NO_SLOT) & ~self._changed & waited_for
-            if not twice.any():
-                raise
-            self._host.free(self._host_slots[twice])
-            self._host_slots[twice] = NO_SLOT
-            self._changed |= twice
-            return self._host.allocate(count)
 
     def _device_addresses(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         return self.pool.storage.data_ptr() + slots.astype(np.int64) * self._record_bytes

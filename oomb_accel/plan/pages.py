@@ -107,6 +107,8 @@ class PageDemand:
     most_bytes: int | None = None
     """Most bytes of values and gradients that exist at one moment, where that is less than all of them: gradients come
     into being at their first contribution, and both go chunk by chunk in the backward sweep."""
+    chunk_bytes: int = 0
+    """Of the pages of one chunk and their gradients."""
 
     @property
     def resident_bytes(self) -> int:
@@ -148,7 +150,13 @@ def page_demand(layout: PageLayout, schedule: ChunkSchedule) -> PageDemand:
         scale_bytes=num_layers * heads * schedule.num_pages * SCALE_BYTES if layout.value_dtype == "float8" else 0,
         list_bytes=4 * sparse_heads * lists * (layout.top_k + 1),
         most_bytes=_most_bytes(layout, schedule, num_records),
+        chunk_bytes=_longest_chunk(schedule) * heads * num_layers * (layout.value_record + layout.gradient_record),
     )
+
+
+def _longest_chunk(schedule: ChunkSchedule) -> int:
+    """Pages."""
+    return max((len(chunk.own_pages) for chunk in schedule.chunks), default=0)
 
 
 def _sinks(layout: PageLayout, schedule: ChunkSchedule) -> int:

@@ -162,13 +162,15 @@ def pool_shares(
 
 def least_host_bytes(demand: PageDemand, kept_value_bytes: int, kept_gradient_bytes: int) -> int:
     """Host memory without which pages have no place: for all that exists at one moment and that the device does not
-    keep. What it holds for the layers at work only comes and goes.
+    keep. What it holds for the layers at work only comes and goes. Where gradients come into being while chunks go,
+    the device keeps less by as much as the last chunk had there.
 
     Args:
         kept_value_bytes, kept_gradient_bytes: that stay on the device between uses.
     """
-    values = demand.value_bytes - kept_value_bytes
-    return max(1, values, demand.living_bytes - kept_value_bytes - kept_gradient_bytes)
+    whole = demand.value_bytes + demand.gradient_bytes
+    living = min(whole, demand.living_bytes + demand.chunk_bytes)
+    return max(1, demand.value_bytes - kept_value_bytes, living - kept_value_bytes - kept_gradient_bytes)
 
 
 def _without_offload(demand: PageDemand, room: int, host_budget_bytes: int) -> tuple[str, Remedy]:

@@ -55,8 +55,8 @@ def slab_bytes_for(num_bytes: int, record_bytes: int) -> int:
 
 
 def in_slabs(num_bytes: int, slab_bytes: int) -> int:
-    """Bytes of host memory that is made for so many: whole slabs, and one more since values and gradients each begin
-    their own."""
+    """Bytes of host memory that is made for so many: whole slabs, and one more for the gaps that records of two sizes
+    leave."""
     return (-(-num_bytes // slab_bytes) + 1) * slab_bytes
 
 

@@ -267,7 +267,7 @@ def test_the_device_has_no_more_than_it_was_given(model: nn.Module, settings: Oo
     assert cache.num_bytes < 0.7 * caches[-1].num_bytes
     for records in (cache._values, cache._gradients):
         assert isinstance(records, TieredPages)
-        assert len(records._free) == records.pool.num_slots and records._host.num_records == 0
+        assert len(records._free) == records.pool.num_slots and records._host.store.num_records == 0
         assert sum(records._resident) == sum(records._away) == 0
 
 

@@ -151,6 +151,32 @@ def test_only_what_is_allocated_is_freed(slots: list[int]) -> None:
     arena.close()
 
 
+def test_wider_records_take_aligned_neighbours() -> None:
+    arena = make_arena(3)
+    store = HostStore(arena, RECORD)
+    small = store.allocate(5)
+    assert numbers(store.allocate(1, width=2)) == [6], "5 is free, and not a multiple of two"
+    assert numbers(store.allocate(2, width=2)) == [8, 10]
+    with pytest.raises(HostMemoryError):
+        store.allocate(1, width=2)
+    store.free(small[:3])
+    assert numbers(store.allocate(1, width=2)) == [0], "2 is free, and its neighbour is not"
+    assert numbers(store.allocate(2)) == [2, 5]
+    store.free(np.array([8]), width=2)
+    assert numbers(store.allocate(2)) == [8, 9], "what was wide is not for ever"
+    arena.close()
+
+
+def test_scattered_places_are_found_for_wider_records() -> None:
+    arena = make_arena(3)
+    store = HostStore(arena, RECORD)
+    store.allocate(12)
+    store.free(np.array([0, 1, 3, 4, 6, 7, 9, 10, 11]))
+    assert numbers(store.allocate(3, width=2)) == [0, 6, 10]
+    assert store.num_records == 9
+    arena.close()
+
+
 @settings(max_examples=30)
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.randoms(use_true_random=False)), max_size=25))
 def test_records_keep_their_bytes(steps: list[tuple]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from oomb_accel.pages import DeviceRoom, PageShape, TieredPages
+from oomb_accel.pages import DeviceRoom, HostRoom, PageShape, TieredPages
 from oomb_accel.pages.table import NO_SLOT
 from oomb_accel.schedule import PageRange
 from tests.harness.late import Addresses, LateMover
@@ -68,12 +68,15 @@ class Tiers(RuleBasedStateMachine):
         quotas=st.tuples(*[st.integers(0, 4)] * LAYERS),
         seed=st.integers(0, 1000),
         haste=st.sampled_from([0.0, 0.02, 0.2]),
+        scarce=st.booleans(),
     )
-    def begin(self, quotas: tuple[int, ...], seed: int, haste: float) -> None:
+    def begin(self, quotas: tuple[int, ...], seed: int, haste: float, scarce: bool) -> None:
         self.room = DeviceRoom(quotas, AT_ONCE * HEADS)
         self.mover = WatchedMover(seed, haste)
         self.mover.on_download = self.downloaded
-        self.store = plain_store(RECORD_BYTES)
+        # As much host memory as a step gets: for what the device does not keep, and what a use has in its hands.
+        least = LAYERS * PAGES * HEADS - sum(quotas) + AT_ONCE * HEADS
+        self.store = plain_store(RECORD_BYTES, records_per_slab=1, most_slabs=least if scarce else 1 << 30)
         self.worths = np.random.default_rng(seed).random((LAYERS, PAGES, HEADS), np.float32)
         self.records = TieredPages(
             SHAPE,
@@ -81,10 +84,12 @@ class Tiers(RuleBasedStateMachine):
             self.room,
             torch.float32,
             torch.device("cpu"),
-            self.store,
+            HostRoom(self.store),
             self.mover,
             lambda layer, places: self.worths[layer].reshape(-1)[places],
         )
+        self._give_up = self.records.give_up_copies
+        self.records.give_up_copies = self.gave_up  # type: ignore[method-assign]
         self.contents: dict[Key, float] = {}
         self.unsaved: set[Key] = set()
         """Records that the host has not as they are."""
@@ -234,6 +239,15 @@ class Tiers(RuleBasedStateMachine):
                 assert (found == wanted).all(), f"{key}: {found.flatten().tolist()} instead of {wanted}"
 
             self.mover.compute(check)
+
+    def gave_up(self, count: int) -> int:
+        """The device alone has some records from now on."""
+        before = self.records._host_slots != NO_SLOT
+        given = self._give_up(count)
+        lost = before & (self.records._host_slots == NO_SLOT)
+        assert given == lost.sum() and (self.records._slots[lost] != NO_SLOT).all()
+        self.unsaved |= {(int(layer), int(page), int(head)) for layer, page, head in np.argwhere(lost)}
+        return given
 
     def downloaded(self, addresses: Addresses) -> None:
         """Only what the host has not is copied to it."""
