@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
-from oomb_accel.plan.kept import attention_bytes_per_token, bytes_before_pages, kept_results, repeated_chunks
+from oomb_accel.plan.kept import (
+    KeptResults,
+    attention_bytes_per_token,
+    bytes_before_pages,
+    kept_results,
+    repeated_chunks,
+)
 from oomb_accel.plan.pages import PageDemand, page_demand
 from oomb_accel.plan.pools import MemoryPlan, plan_memory
 from oomb_accel.plan.sizes import (
@@ -38,14 +44,7 @@ class Memory:
     least, without which the step does not run, is among ``pinned``."""
     pages: PageDemand
     plan: MemoryPlan
-    kept: range
-    """Chunks whose attention outputs are kept."""
-    kept_mlp: range
-    """Chunks for which outputs of the MLPs' last product are kept."""
-    kept_o_proj: range
-    """Chunks for which outputs of attention's last product are kept."""
-    kept_head: range
-    """Chunks whose gradients of the head's input are kept."""
+    kept: KeptResults
     schedule: ChunkSchedule
 
     @property
@@ -130,19 +129,7 @@ def estimate_memory(job: Job) -> Memory:
     least = in_slabs(plan.host_bytes, slab_bytes) if plan.offloads else 0
     most = max(least, min(in_slabs(demand.living_bytes, slab_bytes), pages_budget)) if plan.offloads else 0
     pinned = {**pinned, PAGES_ON_HOST: least}
-    return Memory(
-        device,
-        pinned,
-        pageable,
-        most,
-        demand,
-        plan,
-        kept=kept.attention.chunks,
-        kept_mlp=kept.mlp.chunks,
-        kept_o_proj=kept.o_proj.chunks,
-        kept_head=kept.head.chunks,
-        schedule=schedule,
-    )
+    return Memory(device, pinned, pageable, most, demand, plan, kept, schedule)
 
 
 def _worst_moment(

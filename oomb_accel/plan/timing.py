@@ -42,7 +42,8 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
     """Time of a step whose memory is planned."""
     step = StepTime()
     num_chunks = len(memory.schedule.chunks)
-    kept = {"mlp": memory.kept_mlp, "o_proj": memory.kept_o_proj}
+    kept = memory.kept
+    ends = {"mlp": kept.mlp, "o_proj": kept.o_proj}
     for chunk in memory.schedule.chunks:
         last = chunk.index == num_chunks - 1
         repeated = not (last and job.keep_last_graph)
@@ -51,9 +52,9 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
             chunk,
             step,
             repeated=repeated,
-            attends_again=repeated and chunk.index not in memory.kept,
-            skipped=[end for kind, end in block_ends(job).items() if chunk.index in kept[kind]],
-            keeps_head=chunk.index in memory.kept_head,
+            attends_again=repeated and chunk.index not in kept.attention.chunks,
+            skipped=[inputs for kind, inputs in block_ends(job).items() if chunk.index in ends[kind].chunks],
+            keeps_head=chunk.index in kept.head.chunks,
         )
     passes = 3 * num_chunks - (1 if job.keep_last_graph else 0)
     of_host = _launch_seconds(job, passes)
@@ -187,7 +188,7 @@ def _transfers(job: Job, memory: Memory, step: StepTime, launching: float) -> No
         absent = max(0.0, 1 - plan.device_gradient_bytes / max(1.0, grads))
         dirty = seen * gradients_per_page * absent
         # The backward uses the pages of the recompute, and those stay that fit.
-        again = not (last and job.keep_last_graph) and chunk.index not in memory.kept
+        again = not (last and job.keep_last_graph) and chunk.index not in memory.kept.attention.chunks
         read_again = min(read, max(0.0, seen * values_per_page - plan.device_value_bytes)) if again else 0.0
         up, down = read + read_again + dirty * had, dirty
         step.up_bytes += read + up

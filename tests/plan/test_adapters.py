@@ -49,9 +49,9 @@ def test_what_is_kept_is_what_the_engine_keeps(settings: dict[str, Any], monkeyp
     monkeypatch.setattr(StreamMemory, "release", noted)
     chunked(model, padded(documents_of(100)), config())
     shape = read_shape("qwen2.5-7b")
-    found = estimate(Job(model=shape, tokens=64 * 1024, adapters=adapters(settings))).memory
-    assert bool(found.kept_head) == bool(heads)
-    assert bool(found.kept_mlp) == ("down_proj" in ends) and bool(found.kept_o_proj) == ("o_proj" in ends)
+    kept = estimate(Job(model=shape, tokens=64 * 1024, adapters=adapters(settings))).memory.kept
+    assert bool(kept.head.chunks) == bool(heads)
+    assert bool(kept.mlp.chunks) == ("down_proj" in ends) and bool(kept.o_proj.chunks) == ("o_proj" in ends)
 
 
 def test_what_is_trained_whole_is_counted() -> None:

@@ -100,10 +100,12 @@ def test_every_row_fits_as_it_did() -> None:
 def test_rows_that_say_so_would_keep_more_now() -> None:
     """Gradients of the head, or under ZeRO 3 outputs of products."""
     marked = [row for row in ROWS if row.get("attention_outputs_only")]
-    then, now = ([estimated(row | {"attention_outputs_only": mark}).memory for row in marked] for mark in (True, False))
-    assert marked and not any(memory.kept_mlp or memory.kept_o_proj or memory.kept_head for memory in then)
-    assert [bool(memory.kept_head) for memory in now] == [row["job"].get("zero_stage") != 3 for row in marked]
-    assert all(memory.kept_mlp or memory.kept_head for memory in now)
+    then, now = (
+        [estimated(row | {"attention_outputs_only": mark}).memory.kept for row in marked] for mark in (True, False)
+    )
+    assert marked and not any(kept.mlp.chunks or kept.o_proj.chunks or kept.head.chunks for kept in then)
+    assert [bool(kept.head.chunks) for kept in now] == [row["job"].get("zero_stage") != 3 for row in marked]
+    assert all(kept.mlp.chunks or kept.head.chunks for kept in now)
 
 
 def test_a_wrong_estimate_would_be_noticed() -> None:
