@@ -98,6 +98,11 @@ class Job:
         return self.adapters.num_vocabulary_modules * self.model.head_weights if self.lora_r else 0
 
     @property
+    def fuses_adapters(self) -> bool:
+        """Whether there are adapters, and they run within matrix products."""
+        return self.lora_r > 0 and self.adapters.plain
+
+    @property
     def float8_bytes(self) -> int:
         """Both copies of the base weights in 8 bits."""
         return 2 * self.model.linear_layer_weights if self.base_dtype == "float8" else 0

@@ -78,7 +78,7 @@ def attention_bytes_per_token(job: Job) -> int:
 def block_ends(job: Job) -> dict[str, int]:
     """How many inputs the products have that end MLPs and attention, where fused LoRA can skip them: those first that
     save most. Experts have many of the former."""
-    if not job.lora_r or not job.adapters.plain:
+    if not job.fuses_adapters:
         return {}
     model = job.model
     ends = {} if model.num_experts or not job.adapters.are_on("down_proj") else {"mlp": model.intermediate}

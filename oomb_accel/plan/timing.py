@@ -90,7 +90,7 @@ def _compute(
     linear = 2 * tokens * base + 2 * chunk.num_targets * model.head_weights
     linear += 2 * tokens * model.lora_parameters(job.lora_r)
     products = forwards + (1 if job.lora_r else 2)
-    matrix = (rates.ADAPTED_MATRIX if job.lora_r else rates.MATRIX) * gpu.flops_per_second
+    matrix = (rates.FUSED_MATRIX if job.fuses_adapters else rates.MATRIX) * gpu.flops_per_second
     step.parts["linear layers"] += linear * products / matrix
     if keeps_head:
         step.parts["linear layers"] -= 2 * chunk.num_targets * model.head_weights / matrix
@@ -98,9 +98,9 @@ def _compute(
         weights = inputs * model.hidden / faster + job.lora_r * (inputs + model.hidden)
         step.parts["linear layers"] -= 2 * tokens * model.num_layers * weights / matrix
     moved = rates.ELEMENTWISE_TURNS * activation_bytes_per_token(job)
-    if job.lora_r:
+    if job.lora_r and not job.fuses_adapters:
         outputs = sum(out * count for _, out, count in model.linears) if not model.num_experts else 0
-        moved += rates.ADAPTER_TURNS * 2 * model.num_layers * outputs
+        moved += rates.PEFT_TURNS * 2 * model.num_layers * outputs
     step.parts["norms, activations, adapters"] += tokens * moved * (forwards + 2) / gpu.memory_bytes_per_second
     step.parts["launches"] += rates.LAYER_PASS_SECONDS * model.num_layers * (forwards + 1)
 
