@@ -9,9 +9,9 @@ from oomb_accel.config import OombConfig
 from oomb_accel.plan.adapters import PLAIN_LORA, Adapters
 from oomb_accel.plan.gpus import H200, Gpu
 from oomb_accel.plan.pages import PageLayout
+from oomb_accel.plan.runs import ChunkRun, runs_of_document
 from oomb_accel.plan.shape import ModelShape
 from oomb_accel.plan.sizes import GIB
-from oomb_accel.schedule import ChunkSchedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,11 +79,9 @@ class Job:
     def __post_init__(self) -> None:
         check_base_dtype(self.base_dtype, lora_r=self.lora_r, zero_stage=self.zero_stage)
 
-    def schedule(self) -> ChunkSchedule:
-        """The document's chunks; every token but the first is a target."""
-        return ChunkSchedule.build(
-            [self.tokens], range(self.tokens - 1), chunk_tokens=self.chunk_tokens, page_tokens=self.page_tokens
-        )
+    def chunks(self) -> list[ChunkRun]:
+        """The document's chunks."""
+        return runs_of_document(self.tokens, chunk_tokens=self.chunk_tokens, page_tokens=self.page_tokens)
 
     @property
     def trainable(self) -> int:
