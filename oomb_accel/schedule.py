@@ -105,11 +105,7 @@ class ChunkSchedule:
         Raises:
             ValueError: a chunk smaller than a page.
         """
-        if not 1 <= page_tokens <= chunk_tokens:
-            raise ValueError(
-                f"A chunk must hold at least one page.\n  Got chunk_tokens={chunk_tokens} with "
-                f"page_tokens={page_tokens}.\n  Set chunk_tokens={max(page_tokens, 1)} or more."
-            )
+        check_chunk(chunk_tokens, page_tokens)
         chunks: list[Chunk] = []
         num_pages = 0
         for segments in _cut(document_tokens, chunk_tokens, page_tokens):
@@ -132,6 +128,19 @@ class ChunkSchedule:
             )
             num_pages += own_pages
         return cls(tuple(chunks), sum(document_tokens), num_pages, page_tokens)
+
+
+def check_chunk(chunk_tokens: int, page_tokens: int) -> None:
+    """Refuse chunks that cannot be cut.
+
+    Raises:
+        ValueError: a chunk smaller than a page.
+    """
+    if not 1 <= page_tokens <= chunk_tokens:
+        raise ValueError(
+            f"A chunk must hold at least one page.\n  Got chunk_tokens={chunk_tokens} with "
+            f"page_tokens={page_tokens}.\n  Set chunk_tokens={max(page_tokens, 1)} or more."
+        )
 
 
 def _cut(document_tokens: Sequence[int], chunk_tokens: int, page_tokens: int) -> Iterator[list[Segment]]:

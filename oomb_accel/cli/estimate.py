@@ -103,6 +103,7 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, 
         length=None if tokens is None else str(tokens),
         lora_r=recipe.lora_r,
         adapters=recipe.adapters,
+        revision=recipe.revision,
         torch_dtype=recipe.torch_dtype,
         mixed_precision=recipe.mixed_precision,
         **_defaults(config),
@@ -221,7 +222,7 @@ def _where_distinct_is_from(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[str, Any] | None) -> Job:
-    model = read_shape(options.model, rope_parameters)
+    model = read_shape(options.model, rope_parameters, revision=options.revision)
     gpu = gpu_named(options.gpu)
     if options.gpu_gib is not None or options.tflops is not None:
         gpu = other_gpu(options.gpu_gib or gpu.memory_bytes / GIB, options.tflops, gpu)
@@ -307,7 +308,7 @@ def _parser() -> Parser:
         "model",
         help="a config.json, a model's folder, a hub id, a name such as qwen2.5-7b; or, as the first word, a recipe",
     )
-    parser.set_defaults(mixed_precision="auto", adapters=Adapters())
+    parser.set_defaults(mixed_precision="auto", adapters=Adapters(), revision=None)
     parser.add_argument("--length", default="128K", help="tokens of the document, such as 131072, 128K or 1M")
     training = parser.add_argument_group("training")
     training.add_argument("--lora_r", type=int, default=16, help="rank of adapters on all linear layers; default 16")

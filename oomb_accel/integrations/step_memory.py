@@ -19,6 +19,7 @@ from oomb_accel.memory import StreamMemory
 from oomb_accel.offload import StreamRecords
 from oomb_accel.pages import PagedKVCache, PageRooms, PageShape, PassNeeds, divide, working_bytes
 from oomb_accel.plan import PageLayout, least_host_bytes, page_demand
+from oomb_accel.plan.runs import runs_of
 from oomb_accel.plan.sizes import float8_input_bytes, head_gradient_bytes, kept_product_bytes, output_bytes
 from oomb_accel.progress import GIB
 from oomb_accel.schedule import Chunk, ChunkSchedule
@@ -153,7 +154,7 @@ def _living_host_bytes(
         values = shape.slot_bytes(shape.value_dtype(dtype)) * sum(rooms.values.quotas)
     if rooms.gradients is not None:
         gradients = shape.slot_bytes(shape.grad_dtype) * sum(rooms.gradients.quotas)
-    return least_host_bytes(page_demand(_layout(state, shape, dtype), schedule), values, gradients)
+    return least_host_bytes(page_demand(_layout(state, shape, dtype), runs_of(schedule)), values, gradients)
 
 
 def _layout(state: Attachment, shape: PageShape, dtype: torch.dtype) -> PageLayout:

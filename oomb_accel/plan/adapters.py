@@ -15,7 +15,7 @@ class Adapters:
     """Plain LoRA on all linear layers but the head, if nothing else is said."""
 
     plain: bool = True
-    """Without dropout, and not DoRA: products of other layers are PEFT's own, and none are kept."""
+    """Without dropout, and not DoRA: other layers are run by PEFT, slower, and none of their products are kept."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     whole: tuple[str, ...] = ()
     """Modules that are trained whole beside them."""

@@ -9,9 +9,9 @@ from oomb_accel.config import OombConfig
 from oomb_accel.plan.adapters import PLAIN_LORA, Adapters
 from oomb_accel.plan.gpus import H200, Gpu
 from oomb_accel.plan.pages import PageLayout
+from oomb_accel.plan.runs import ChunkRun, runs_of_document
 from oomb_accel.plan.shape import ModelShape
 from oomb_accel.plan.sizes import GIB
-from oomb_accel.schedule import ChunkSchedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,11 +79,9 @@ class Job:
     def __post_init__(self) -> None:
         check_base_dtype(self.base_dtype, lora_r=self.lora_r, zero_stage=self.zero_stage)
 
-    def schedule(self) -> ChunkSchedule:
-        """The document's chunks; every token but the first is a target."""
-        return ChunkSchedule.build(
-            [self.tokens], range(self.tokens - 1), chunk_tokens=self.chunk_tokens, page_tokens=self.page_tokens
-        )
+    def chunks(self) -> list[ChunkRun]:
+        """The document's chunks."""
+        return runs_of_document(self.tokens, chunk_tokens=self.chunk_tokens, page_tokens=self.page_tokens)
 
     @property
     def trainable(self) -> int:
@@ -96,6 +94,11 @@ class Job:
     def trained_whole(self) -> int:
         """Numbers that are trained beside adapters."""
         return self.adapters.num_vocabulary_modules * self.model.head_weights if self.lora_r else 0
+
+    @property
+    def fuses_adapters(self) -> bool:
+        """Whether there are adapters, and they run within matrix products."""
+        return self.lora_r > 0 and self.adapters.plain
 
     @property
     def float8_bytes(self) -> int:

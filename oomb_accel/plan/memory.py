@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
-from oomb_accel.plan.kept import attention_bytes_per_token, bytes_before_pages, kept_results, repeated_chunks
+from oomb_accel.plan.kept import (
+    KeptResults,
+    attention_bytes_per_token,
+    bytes_before_pages,
+    kept_results,
+    repeated_chunks,
+)
 from oomb_accel.plan.pages import PageDemand, page_demand
 from oomb_accel.plan.pools import MemoryPlan, plan_memory
+from oomb_accel.plan.runs import ChunkRun, num_chunks
 from oomb_accel.plan.sizes import (
     DTYPE_BYTES,
     float8_input_bytes,
@@ -18,7 +26,6 @@ from oomb_accel.plan.sizes import (
     page_backward_bytes,
     slab_bytes_for,
 )
-from oomb_accel.schedule import ChunkSchedule
 
 PAGES_ON_HOST = "K, V and page gradients"
 _ADAM_BYTES = 8
@@ -38,15 +45,8 @@ class Memory:
     least, without which the step does not run, is among ``pinned``."""
     pages: PageDemand
     plan: MemoryPlan
-    kept: range
-    """Chunks whose attention outputs are kept."""
-    kept_mlp: range
-    """Chunks for which outputs of the MLPs' last product are kept."""
-    kept_o_proj: range
-    """Chunks for which outputs of attention's last product are kept."""
-    kept_head: range
-    """Chunks whose gradients of the head's input are kept."""
-    schedule: ChunkSchedule
+    kept: KeptResults
+    chunks: Sequence[ChunkRun]
 
     @property
     def device_bytes(self) -> int:
@@ -70,14 +70,14 @@ class Memory:
 
 def estimate_memory(job: Job) -> Memory:
     """Memory of a step. Where it does not fit, the plan says so and sizes are those that it would take."""
-    schedule = job.schedule()
+    chunks = job.chunks()
     standing, gradients = _training_state(job), _gradients(job)
-    longest = max(chunk.num_tokens for chunk in schedule.chunks)
+    longest = max(run.num_tokens for run in chunks)
     activations = int(longest * _graph_bytes_per_token(job))
-    targets = min(longest, schedule.num_targets)
+    targets = min(longest, job.tokens - 1)
     logits = rates.LOGIT_COPIES * DTYPE_BYTES[job.compute_dtype] * targets * job.model.vocabulary
-    workspace = _sparse_workspace(job, schedule)
-    demand = page_demand(job.pages, schedule)
+    workspace = _sparse_workspace(job, chunks)
+    demand = page_demand(job.pages, chunks)
     pinned, pageable = _host_state(job)
     working = rates.WORKSPACE_BYTES
     if job.base_dtype == "float8":
@@ -91,7 +91,7 @@ def estimate_memory(job: Job) -> Memory:
         demand,
         free_device_bytes=free,
         activation_bytes=chunk_bytes,
-        outputs_bytes=bytes_before_pages(job, schedule),
+        outputs_bytes=bytes_before_pages(job, chunks),
         host_budget_bytes=pages_budget,
         chunk_tokens=job.chunk_tokens,
         offload=job.offload,
@@ -100,9 +100,9 @@ def estimate_memory(job: Job) -> Memory:
     )
     pools = plan.device_value_bytes + plan.device_gradient_bytes
     spare = free - chunk_bytes - pools - demand.resident_bytes
-    kept = kept_results(job, schedule, spare, offloads=plan.offloads)
+    kept = kept_results(job, chunks, spare, offloads=plan.offloads)
     reused = longest * attention_bytes_per_token(job) if kept.attention.chunks else 0
-    heads_run_again = len(kept.head.chunks) < len(repeated_chunks(job, schedule))
+    heads_run_again = len(kept.head.chunks) < num_chunks(repeated_chunks(job, chunks))
     device = {
         **standing,
         **_worst_moment(
@@ -130,19 +130,7 @@ def estimate_memory(job: Job) -> Memory:
     least = in_slabs(plan.host_bytes, slab_bytes) if plan.offloads else 0
     most = max(least, min(in_slabs(demand.living_bytes, slab_bytes), pages_budget)) if plan.offloads else 0
     pinned = {**pinned, PAGES_ON_HOST: least}
-    return Memory(
-        device,
-        pinned,
-        pageable,
-        most,
-        demand,
-        plan,
-        kept=kept.attention.chunks,
-        kept_mlp=kept.mlp.chunks,
-        kept_o_proj=kept.o_proj.chunks,
-        kept_head=kept.head.chunks,
-        schedule=schedule,
-    )
+    return Memory(device, pinned, pageable, most, demand, plan, kept, chunks)
 
 
 def _worst_moment(
@@ -189,10 +177,10 @@ def free_device_bytes(job: Job, standing: dict[str, int]) -> int:
     return whole - rates.CONTEXT_BYTES - sum(standing.values())
 
 
-def _sparse_workspace(job: Job, schedule: ChunkSchedule) -> int:
+def _sparse_workspace(job: Job, chunks: Sequence[ChunkRun]) -> int:
     """Bytes that the backward of attention to selected pages works in, where a chunk selects any."""
     layout, model = job.pages, job.model
-    selecting = [chunk.num_tokens for chunk in schedule.chunks if layout.selects(len(chunk.past_pages))]
+    selecting = [run.num_tokens for run in chunks if layout.selects(run.last_past_pages)]
     if not selecting or not layout.sparse_layers:
         return 0
     return page_backward_bytes(

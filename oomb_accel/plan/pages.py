@@ -6,11 +6,12 @@ A record is K and V (or their gradients) of one page of one KV head of one layer
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from oomb_accel.plan.runs import ChunkRun
 from oomb_accel.plan.sizes import DTYPE_BYTES, SCALE_BYTES, kept_pages, parts_of, record_bytes
-from oomb_accel.schedule import ChunkSchedule
 
 LAYERS_AHEAD = 2
 """For how many layers pages are brought to the device ahead of their use."""
@@ -62,9 +63,13 @@ class PageLayout:
         """Bytes."""
         return record_bytes(self.page_tokens, self.head_dim, self.grad_dtype)
 
-    def selects(self, past_pages: int) -> bool:
+    def selects(self, past_pages: float) -> bool:
         """Whether a sparse layer selects from a past of this size, or attends to all of it."""
         return past_pages > self.always_pages + self.top_k
+
+    def num_unselective(self, run: ChunkRun) -> int:
+        """How many chunks of a run, the first ones, do not select."""
+        return run.up_to(self.always_pages + self.top_k)
 
     def distinct_pages(self, past_pages: int, num_queries: int) -> float:
         """Distinct pages to which one KV head of a sparse layer attends in a chunk, of its past."""
@@ -121,23 +126,23 @@ class PageDemand:
         return self.value_bytes + self.gradient_bytes if self.most_bytes is None else self.most_bytes
 
 
-def page_demand(layout: PageLayout, schedule: ChunkSchedule) -> PageDemand:
+def page_demand(layout: PageLayout, runs: Sequence[ChunkRun]) -> PageDemand:
     """What the pages of a stream take."""
     heads, num_layers = layout.num_kv_heads, len(layout.windows)
     num_records = heads * sum(
-        kept_pages(len(chunk.own_pages), window, layout.page_tokens) * layers
+        kept_pages(run.own_pages, window, layout.page_tokens) * layers * run.count
         for window, layers in Counter(layout.windows).items()
-        for chunk in schedule.chunks
+        for run in runs
     )
     sparse_heads = len(layout.sparse_layers) * heads
     sinks_apart = layout.grad_dtype == "bfloat16"
-    num_sinks = sparse_heads * _sinks(layout, schedule) if sinks_apart else 0
-    mean_keys = sparse_heads * schedule.num_pages * parts_of(layout.page_tokens) * layout.head_dim
+    num_pages = sum(run.count * run.own_pages for run in runs)
+    num_sinks = sparse_heads * _sinks(layout, runs, num_pages) if sinks_apart else 0
+    mean_keys = sparse_heads * num_pages * parts_of(layout.page_tokens) * layout.head_dim
     mean_key_bytes = mean_keys * DTYPE_BYTES[layout.compute_dtype]
-    lists = sum(
-        -(-chunk.num_tokens // layout.q_block) for chunk in schedule.chunks if layout.selects(len(chunk.past_pages))
-    )
-    at_once = min(num_records, min(1 + LAYERS_AHEAD, num_layers) * heads * _layer_pages(layout, schedule))
+    lists = sum(-(-run.num_tokens // layout.q_block) * (run.count - layout.num_unselective(run)) for run in runs)
+    at_once = min(num_records, min(1 + LAYERS_AHEAD, num_layers) * heads * _layer_pages(layout, runs))
+    longest_chunk = max((run.own_pages for run in runs), default=0)
     return PageDemand(
         value_dtype=layout.value_dtype,
         grad_dtype=layout.grad_dtype,
@@ -147,49 +152,54 @@ def page_demand(layout: PageLayout, schedule: ChunkSchedule) -> PageDemand:
         least_gradient_bytes=max(at_once * layout.gradient_record, mean_key_bytes),
         sink_gradient_bytes=num_sinks * record_bytes(layout.page_tokens, layout.head_dim, "float32"),
         mean_key_bytes=mean_key_bytes,
-        scale_bytes=num_layers * heads * schedule.num_pages * SCALE_BYTES if layout.value_dtype == "float8" else 0,
+        scale_bytes=num_layers * heads * num_pages * SCALE_BYTES if layout.value_dtype == "float8" else 0,
         list_bytes=4 * sparse_heads * lists * (layout.top_k + 1),
-        most_bytes=_most_bytes(layout, schedule, num_records),
-        chunk_bytes=_longest_chunk(schedule) * heads * num_layers * (layout.value_record + layout.gradient_record),
+        most_bytes=_most_bytes(layout, runs, num_pages, num_records),
+        chunk_bytes=longest_chunk * heads * num_layers * (layout.value_record + layout.gradient_record),
     )
 
 
-def _longest_chunk(schedule: ChunkSchedule) -> int:
-    """Pages."""
-    return max((len(chunk.own_pages) for chunk in schedule.chunks), default=0)
-
-
-def _sinks(layout: PageLayout, schedule: ChunkSchedule) -> int:
+def _sinks(layout: PageLayout, runs: Sequence[ChunkRun], num_pages: int) -> int:
     """Sink pages of all documents of the stream."""
-    starts = [c.own_pages.first for c in schedule.chunks if c.own_pages and not c.segments[-1].past_tokens]
-    return sum(min(layout.sink_pages, end - first) for first, end in pairwise([*starts, schedule.num_pages]))
+    borders, page = [], 0
+    for run in runs:
+        if run.starts:
+            borders.append(page)
+        page += run.count * run.own_pages
+    return sum(min(layout.sink_pages, end - first) for first, end in pairwise([*borders, num_pages]))
 
 
-def _layer_pages(layout: PageLayout, schedule: ChunkSchedule) -> int:
+def _layer_pages(layout: PageLayout, runs: Sequence[ChunkRun]) -> int:
     """Pages that one KV head of the hungriest layer needs at once: a chunk's own, and a span of its past or what it
     selects."""
-    most, dense = 0.0, layout.full_layers > 0
-    for chunk in schedule.chunks:
-        past = len(chunk.past_pages)
-        span = min(past, max(1, layout.span_tokens // layout.page_tokens))
-        need = span if dense or not layout.selects(past) else 0
-        if layout.sparse_layers and layout.selects(past):
-            need = max(need, int(layout.distinct_pages(past, chunk.num_tokens)) + 1)
-        most = max(most, need + len(chunk.own_pages))
-    return int(most)
+    most, dense = 0, layout.full_layers > 0
+    for run in runs:
+        unselective = layout.num_unselective(run)
+        # The more past the more is needed, among chunks that select and among those that do not.
+        for number in {unselective - 1, run.count - 1} - {-1}:
+            past = run.past_pages + number * run.own_pages
+            span = min(past, max(1, layout.span_tokens // layout.page_tokens))
+            need = span if dense or not layout.selects(past) else 0
+            if layout.sparse_layers and layout.selects(past):
+                need = max(need, int(layout.distinct_pages(past, run.num_tokens)) + 1)
+            most = max(most, need + run.own_pages)
+    return most
 
 
-def _most_bytes(layout: PageLayout, schedule: ChunkSchedule, num_records: int) -> int | None:
+def _most_bytes(layout: PageLayout, runs: Sequence[ChunkRun], num_pages: int, num_records: int) -> int | None:
     """See `PageDemand.most_bytes`. A chunk touches what it selects of its past, and everything in other layers."""
-    if not layout.sparse_layers or not schedule.num_pages:
+    if not layout.sparse_layers or not num_pages:
         return None
     sparse = len(layout.sparse_layers) / len(layout.windows)
     most, untouched = 0.0, 1.0
-    for chunk in reversed(schedule.chunks):
-        past = len(chunk.past_pages)
-        if not past:
-            break
-        untouched *= 1 - layout.distinct_pages(past, chunk.num_tokens) / past
-        values = (past + len(chunk.own_pages)) * layout.value_record
-        most = max(most, values + past * (1 - sparse * untouched) * layout.gradient_record)
-    return int(most / schedule.num_pages * num_records)
+    for run in reversed(runs):
+        past = run.last_past_pages
+        for _ in range(run.count):
+            # Chunks before this one have its past at most, and gradients of all of it.
+            if past * (layout.value_record + layout.gradient_record) <= most:
+                return int(most / num_pages * num_records)
+            untouched *= 1 - layout.distinct_pages(past, run.num_tokens) / past
+            values = (past + run.own_pages) * layout.value_record
+            most = max(most, values + past * (1 - sparse * untouched) * layout.gradient_record)
+            past -= run.own_pages
+    return int(most / num_pages * num_records)

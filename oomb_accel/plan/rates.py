@@ -12,9 +12,9 @@ from oomb_accel.plan.sizes import GIB
 
 # Shares of a GPU's peak of matrix products.
 MATRIX = 650 / 989
-"""Matrix products of linear layers and head, where all weights are trained."""
-ADAPTED_MATRIX = 690 / 989
-"""The same with frozen weights, adapters beside them (6.62 s at 64K, sparse, nothing kept); 650 when PEFT ran them."""
+"""Matrix products of linear layers and head, where all weights are trained, or PEFT runs the layers with adapters."""
+FUSED_MATRIX = 690 / 989
+"""The same with frozen weights, adapters within their products (6.62 s at 64K, sparse, nothing kept)."""
 FLOAT8 = 1.65
 """How much faster base products in 8 bits are, with quantising (`oomb bench step`: 5.26 s, not 6.73)."""
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 573 / 989, 505 / 989
@@ -32,10 +32,10 @@ HEAD_DIM = 128
 ELEMENTWISE_TURNS = 3.0
 """How often a forward reads or writes what it keeps for the backward (norms, activations, RoPE, residuals); a backward
 twice as often."""
-ADAPTER_TURNS = 0.0
-"""How often the output of a linear layer is read or written more when it has an adapter: never, since adapters run
-within the matrix products (`integrations.fused_lora`, also where ZeRO 3 gathers whole layers); three times when PEFT
-ran them (6.86 and 7.30 s at 64K, sparse)."""
+PEFT_TURNS = 3.0
+"""How often the output of a linear layer with an adapter is read or written more where PEFT runs it, operation by
+operation (6.86 and 7.30 s at 64K, sparse); never where `integrations.fused_lora` does, within the matrix products,
+also where ZeRO 3 gathers whole layers. Measured with plain LoRA: dropout's masks and DoRA's norms come on top."""
 LAYER_PASS_SECONDS = 0.25e-3
 """Of a layer in one pass, whatever its size: launches, small kernels."""
 SPARSE_LAYER_SECONDS = 0.8e-3

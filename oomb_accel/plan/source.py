@@ -14,8 +14,12 @@ from oomb_accel.plan.known import KNOWN, known_name
 from oomb_accel.plan.shape import ModelShape, shape_of
 from oomb_accel.reading import kind_of
 
+_MAIN = "main"
 
-def read_shape(source: Any, rope_parameters: Mapping[str, Any] | None = None) -> ModelShape:
+
+def read_shape(
+    source: Any, rope_parameters: Mapping[str, Any] | None = None, *, revision: str | None = None
+) -> ModelShape:
     """The sizes of a model.
 
     Args:
@@ -23,15 +27,16 @@ def read_shape(source: Any, rope_parameters: Mapping[str, Any] | None = None) ->
             config, or a config object of transformers. A hub id is looked for in the cache of this machine first, then
             among the known models, then on the hub.
         rope_parameters: over those of its config.
+        revision: branch, tag or commit of a model of the hub; nothing is known of others than main.
 
     Raises:
-        ValueError: there is no such model, or its config does not say how large it is.
+        ValueError: there is no such model, a folder has a revision, or its config does not say how large it is.
     """
-    fields, name = _fields_of(source)
+    fields, name = _fields_of(source, revision)
     return shape_of(fields, name, rope_parameters)
 
 
-def _fields_of(source: Any) -> tuple[Mapping[str, Any], str]:
+def _fields_of(source: Any, revision: str | None) -> tuple[Mapping[str, Any], str]:
     """The fields of a model's config, and what it is called."""
     if hasattr(source, "to_dict"):
         source = source.to_dict()
@@ -39,6 +44,11 @@ def _fields_of(source: Any) -> tuple[Mapping[str, Any], str]:
         return source, str(source.get("_name_or_path") or source.get("model_type") or "this model")
     name = str(source)
     path = Path(name).expanduser()
+    if revision is not None and path.exists():
+        raise ValueError(
+            f"A folder has no revisions.\n  Got revision={revision!r} with the model in {name!r}.\n"
+            "  Leave revision out, or name the model by its hub id."
+        )
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
@@ -52,12 +62,13 @@ def _fields_of(source: Any) -> tuple[Mapping[str, Any], str]:
             f"There is no file {name}.\n  Looked in {os.getcwd()}.\n"
             "  Pass a config.json, a model's folder, or a hub id such as Qwen/Qwen2.5-7B."
         )
-    cached = _cached(name)
+    revision = revision or _MAIN
+    cached = _cached(name, revision)
     if cached is not None:
         return _fields(cached), name
-    if known_name(name) in KNOWN:
+    if revision == _MAIN and known_name(name) in KNOWN:
         return KNOWN[known_name(name)], name
-    return _fields(_from_hub(name)), name
+    return _fields(_from_hub(name, revision)), name
 
 
 def _fields(path: Path) -> dict[str, Any]:
@@ -70,18 +81,18 @@ def _fields(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _cached(name: str) -> Path | None:
+def _cached(name: str, revision: str) -> Path | None:
     """The config of a model that was loaded on this machine before."""
     folder = cached_folder(name)
     try:
-        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+        commit = (folder / "refs" / revision).read_text(encoding="utf-8").strip()
     except OSError:
-        return None
+        commit = revision
     path = folder / "snapshots" / commit / "config.json"
     return path if path.is_file() else None
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, revision: str) -> Path:
     if name.count("/") != 1:
         reason = "the hub has models as ORGANISATION/NAME"
     elif away := unreachable():
@@ -90,9 +101,14 @@ def _from_hub(name: str) -> Path:
         try:
             from huggingface_hub import hf_hub_download
 
-            return Path(hf_hub_download(name, "config.json", etag_timeout=10))
+            return Path(hf_hub_download(name, "config.json", revision=revision, etag_timeout=10))
         except Exception as error:  # whatever network, hub and its client raise: the remedy is the same
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    if revision != _MAIN:
+        raise ValueError(
+            f"The model {name!r} was not found in revision {revision!r}.\n  It is not in the cache of this machine; "
+            f"{reason}.\n  Load it once where the hub is reached, or leave revision out."
+        )
     near = difflib.get_close_matches(known_name(name), KNOWN, n=1, cutoff=0.5)
     remedy = f"Did you mean {near[0]}?" if near else f"Known without download: {', '.join(KNOWN)}."
     raise ValueError(f"The model {name!r} was not found.\n  No such folder here; {reason}.\n  {remedy}")

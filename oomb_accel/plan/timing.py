@@ -4,15 +4,16 @@ bound a late one."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
 from oomb_accel.plan.kept import block_ends
 from oomb_accel.plan.memory import Memory, activation_bytes_per_token
+from oomb_accel.plan.runs import ChunkRun, num_chunks, one_by_one
 from oomb_accel.plan.sizes import parts_of
-from oomb_accel.schedule import Chunk
 
 _POOLED_TOKENS = 16
 """Queries whose mean is scored against mean keys."""
@@ -40,22 +41,22 @@ class StepTime:
 
 def estimate_time(job: Job, memory: Memory) -> StepTime:
     """Time of a step whose memory is planned."""
-    step = StepTime()
-    num_chunks = len(memory.schedule.chunks)
-    kept = {"mlp": memory.kept_mlp, "o_proj": memory.kept_o_proj}
-    for chunk in memory.schedule.chunks:
-        last = chunk.index == num_chunks - 1
-        repeated = not (last and job.keep_last_graph)
-        _compute(
+    step, kept, ends = StepTime(), memory.kept, block_ends(job)
+    of_ends = {"mlp": kept.mlp.chunks, "o_proj": kept.o_proj.chunks}
+    last = memory.chunks[-1].index
+    for run in _even_runs(job, memory.chunks, [of_kind.chunks.start for of_kind in kept]):
+        repeated = not (run.index == last and job.keep_last_graph)
+        of_chunk = _compute(
             job,
-            chunk,
-            step,
+            run,
             repeated=repeated,
-            attends_again=repeated and chunk.index not in memory.kept,
-            skipped=[end for kind, end in block_ends(job).items() if chunk.index in kept[kind]],
-            keeps_head=chunk.index in memory.kept_head,
+            attends_again=repeated and run.index not in kept.attention.chunks,
+            skipped=[inputs for kind, inputs in ends.items() if run.index in of_ends[kind]],
+            keeps_head=run.index in kept.head.chunks,
         )
-    passes = 3 * num_chunks - (1 if job.keep_last_graph else 0)
+        for part, seconds in of_chunk.items():
+            step.parts[part] += run.count * seconds
+    passes = 3 * num_chunks(memory.chunks) - (1 if job.keep_last_graph else 0)
     of_host = _launch_seconds(job, passes)
     step.parts["launches"] += max(0.0, of_host - step.seconds)
     _transfers(job, memory, step, of_host)
@@ -64,62 +65,78 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
     return step
 
 
+def _even_runs(job: Job, runs: Sequence[ChunkRun], borders: Sequence[int] = ()) -> Iterator[ChunkRun]:
+    """Runs in which what a chunk computes grows evenly with its past, so that the mean past stands for all.
+
+    Args:
+        borders: indices of chunks with which a run begins.
+    """
+    layout, page = job.pages, job.page_tokens
+    windows = {window for window in layout.windows if window is not None}
+    for run in runs:
+        pasts = [layout.always_pages + layout.top_k, *(window // page for window in windows)]
+        pasts += [(window - run.num_tokens) // page for window in windows]
+        numbers = {run.up_to(past) for past in pasts} | {border - run.index for border in borders}
+        cuts = sorted(number for number in numbers if 0 < number < run.count)
+        yield from (run.part(first, end) for first, end in pairwise([0, *cuts, run.count]))
+
+
 def _compute(
     job: Job,
-    chunk: Chunk,
-    step: StepTime,
+    run: ChunkRun,
     *,
     repeated: bool,
     attends_again: bool,
     skipped: Sequence[int] = (),
     keeps_head: bool = False,
-) -> None:
-    """Add what the GPU computes for a chunk in both sweeps.
+) -> dict[str, float]:
+    """Seconds by part for what the GPU computes for a chunk in both sweeps, on average of an even run.
 
     Args:
         skipped: inputs of the products of each layer without which it runs again, see `block_ends`.
         keeps_head: whether it runs again without the head.
     """
-    model, tokens, gpu = job.model, chunk.num_tokens, job.gpu
+    model, tokens, gpu, parts = job.model, run.num_tokens, job.gpu, dict.fromkeys(_PARTS, 0.0)
     forwards, attention_forwards = 1 + repeated, 1 + attends_again
     # With adapters only gradients of inputs are computed in the frozen layers, otherwise those of weights too.
     faster = rates.FLOAT8 if job.base_dtype == "float8" else 1.0
     copied = model.linear_layer_weights
     base = copied / faster + model.num_layers * model.active_layer_weights - copied
-    linear = 2 * tokens * base + 2 * chunk.num_targets * model.head_weights
+    linear = 2 * tokens * base + 2 * run.num_targets * model.head_weights
     linear += 2 * tokens * model.lora_parameters(job.lora_r)
     products = forwards + (1 if job.lora_r else 2)
-    matrix = (rates.ADAPTED_MATRIX if job.lora_r else rates.MATRIX) * gpu.flops_per_second
-    step.parts["linear layers"] += linear * products / matrix
+    matrix = (rates.FUSED_MATRIX if job.fuses_adapters else rates.MATRIX) * gpu.flops_per_second
+    parts["linear layers"] += linear * products / matrix
     if keeps_head:
-        step.parts["linear layers"] -= 2 * chunk.num_targets * model.head_weights / matrix
+        parts["linear layers"] -= 2 * run.num_targets * model.head_weights / matrix
     for inputs in skipped:
         weights = inputs * model.hidden / faster + job.lora_r * (inputs + model.hidden)
-        step.parts["linear layers"] -= 2 * tokens * model.num_layers * weights / matrix
+        parts["linear layers"] -= 2 * tokens * model.num_layers * weights / matrix
     moved = rates.ELEMENTWISE_TURNS * activation_bytes_per_token(job)
-    if job.lora_r:
+    if job.lora_r and not job.fuses_adapters:
         outputs = sum(out * count for _, out, count in model.linears) if not model.num_experts else 0
-        moved += rates.ADAPTER_TURNS * 2 * model.num_layers * outputs
-    step.parts["norms, activations, adapters"] += tokens * moved * (forwards + 2) / gpu.memory_bytes_per_second
-    step.parts["launches"] += rates.LAYER_PASS_SECONDS * model.num_layers * (forwards + 1)
+        moved += rates.PEFT_TURNS * 2 * model.num_layers * outputs
+    parts["norms, activations, adapters"] += tokens * moved * (forwards + 2) / gpu.memory_bytes_per_second
+    parts["launches"] += rates.LAYER_PASS_SECONDS * model.num_layers * (forwards + 1)
 
-    own, past, selected = attended_pairs(job, chunk)
+    own, past, selected = attended_pairs(job, run)
     pairs_flops = 4 * model.num_heads * model.head_dim / min(1.0, (model.head_dim / rates.HEAD_DIM) ** 0.5)
     peak = gpu.flops_per_second
 
     def attention(pairs: float, forward: float, backward: float) -> float:
         return pairs * pairs_flops * (attention_forwards / forward + rates.BACKWARD / backward) / peak
 
-    step.parts["attention inside chunks"] += attention(own, rates.ATTENTION_FORWARD, rates.ATTENTION_BACKWARD)
-    step.parts["attention to the past"] += attention(past, rates.ATTENTION_FORWARD, rates.ATTENTION_BACKWARD)
-    step.parts["attention to the past"] += attention(selected, rates.SELECTED_FORWARD, rates.SELECTED_BACKWARD)
+    parts["attention inside chunks"] += attention(own, rates.ATTENTION_FORWARD, rates.ATTENTION_BACKWARD)
+    parts["attention to the past"] += attention(past, rates.ATTENTION_FORWARD, rates.ATTENTION_BACKWARD)
+    parts["attention to the past"] += attention(selected, rates.SELECTED_FORWARD, rates.SELECTED_BACKWARD)
     if selected:
-        mean_keys = len(chunk.past_pages) * parts_of(job.page_tokens)
+        mean_keys = run.mean_past_pages * parts_of(job.page_tokens)
         scores = tokens / _POOLED_TOKENS * mean_keys * 2 * model.num_heads * model.head_dim
         layers = len(job.sparse_layers)
         # The recompute replays the lists, but merges again.
-        step.parts["selection of pages"] += layers * rates.SPARSE_LAYER_SECONDS * attention_forwards
-        step.parts["selection of pages"] += layers * scores / (rates.SCORING * peak)
+        parts["selection of pages"] += layers * rates.SPARSE_LAYER_SECONDS * attention_forwards
+        parts["selection of pages"] += layers * scores / (rates.SCORING * peak)
+    return parts
 
 
 def _launch_seconds(job: Job, passes: int) -> float:
@@ -127,9 +144,10 @@ def _launch_seconds(job: Job, passes: int) -> float:
     return rates.HOST_PASS_SECONDS * job.model.num_layers * passes
 
 
-def attended_pairs(job: Job, chunk: Chunk) -> tuple[float, float, float]:
-    """(Query, key) pairs of a chunk over all layers: inside it, densely with its past, and with selected pages."""
-    tokens, past, layout = chunk.num_tokens, len(chunk.past_pages) * job.page_tokens, job.pages
+def attended_pairs(job: Job, run: ChunkRun) -> tuple[float, float, float]:
+    """(Query, key) pairs of a chunk over all layers, on average of an even run: inside it, densely with its past, and
+    with selected pages."""
+    tokens, past, layout = run.num_tokens, run.mean_past_pages * job.page_tokens, job.pages
     triangle = tokens * (tokens + 1) / 2
     own = dense = selected = 0.0
     for window, layers in Counter(layout.windows).items():
@@ -140,7 +158,7 @@ def attended_pairs(job: Job, chunk: Chunk) -> tuple[float, float, float]:
             reach = min(window, tokens)
             own += (reach * (reach + 1) / 2 + (tokens - reach) * reach) * layers
             dense += min(window, past) * reach / 2 * layers
-    if layout.sparse_layers and layout.selects(len(chunk.past_pages)):
+    if layout.sparse_layers and layout.selects(run.mean_past_pages):
         layers = len(layout.sparse_layers)
         dense += tokens * (layout.always_pages * job.page_tokens - past) * layers
         selected = float(tokens * layout.top_k * job.page_tokens * layers)
@@ -158,24 +176,24 @@ def _transfers(job: Job, memory: Memory, step: StepTime, launching: float) -> No
     Args:
         launching: seconds of the host.
     """
-    plan, schedule, layout = memory.plan, memory.schedule, job.pages
-    if not plan.offloads or not schedule.num_pages:
+    plan, layout, num_pages = memory.plan, job.pages, memory.chunks[-1].past_pages
+    if not plan.offloads or not num_pages:
         return
     rate = job.gpu.host_bytes_per_second
-    num_chunks = len(schedule.chunks)
+    chunks = list(one_by_one(memory.chunks))
     compute = sum(step.parts.values()) - step.parts["optimizer"]
-    weights = [_share_of_time(job, chunk) for chunk in schedule.chunks]
-    values_per_page = memory.pages.value_bytes / schedule.num_pages
-    gradients_per_page = memory.pages.gradient_bytes / schedule.num_pages
-    num_records = schedule.num_pages * len(layout.windows) * layout.num_kv_heads
+    shares = _shares_of_time(job, memory.chunks)
+    values_per_page = memory.pages.value_bytes / num_pages
+    gradients_per_page = memory.pages.gradient_bytes / num_pages
+    num_records = num_pages * len(layout.windows) * layout.num_kv_heads
     value_record = memory.pages.value_bytes / num_records
     gradient_record = memory.pages.gradient_bytes / num_records
     sparse = len(layout.sparse_layers) / len(layout.windows)
-    own_share = step.parts["attention inside chunks"] / (1 + rates.BACKWARD) / num_chunks
+    own_share = step.parts["attention inside chunks"] / (1 + rates.BACKWARD) / len(chunks)
     waiting, by_host, untouched, num_layers = 0.0, 0.0, 1.0, len(layout.windows)
-    for chunk in reversed(schedule.chunks):
-        past, own = len(chunk.past_pages), len(chunk.own_pages)
-        last = chunk.index == num_chunks - 1
+    for chunk in reversed(chunks):
+        past, own = chunk.past_pages, chunk.own_pages
+        last = chunk.index == len(chunks) - 1
         seen = (1 - sparse) * past + sparse * layout.distinct_pages(past, chunk.num_tokens)
         values_absent = max(0.0, 1 - plan.device_value_bytes / max(1.0, past * values_per_page))
         read = seen * values_per_page * values_absent
@@ -187,12 +205,12 @@ def _transfers(job: Job, memory: Memory, step: StepTime, launching: float) -> No
         absent = max(0.0, 1 - plan.device_gradient_bytes / max(1.0, grads))
         dirty = seen * gradients_per_page * absent
         # The backward uses the pages of the recompute, and those stay that fit.
-        again = not (last and job.keep_last_graph) and chunk.index not in memory.kept
+        again = not (last and job.keep_last_graph) and chunk.index not in memory.kept.attention.chunks
         read_again = min(read, max(0.0, seen * values_per_page - plan.device_value_bytes)) if again else 0.0
         up, down = read + read_again + dirty * had, dirty
         step.up_bytes += read + up
         step.down_bytes += written + down
-        seconds = compute * weights[chunk.index] / sum(weights)
+        seconds = compute * shares[chunk.index]
         hidden = own_share if sparse == 1 else seconds / 4
         waiting += max(0.0, max(read, written) / rate - hidden)
         waiting += max(0.0, max(up, down) / rate - seconds * 3 / 4)
@@ -203,11 +221,18 @@ def _transfers(job: Job, memory: Memory, step: StepTime, launching: float) -> No
     step.parts["host's work for pages"] = max(0.0, by_host - (compute - launching))
 
 
-def _share_of_time(job: Job, chunk: Chunk) -> float:
-    """Of a chunk among all others, roughly: its own computation alone."""
-    alone = StepTime()
-    _compute(job, chunk, alone, repeated=True, attends_again=True)
-    return alone.seconds
+def _shares_of_time(job: Job, runs: Sequence[ChunkRun]) -> list[float]:
+    """Of each chunk among all others, roughly: its own computation alone."""
+    seconds: list[float] = []
+    for run in _even_runs(job, runs):
+        first, last = (
+            sum(_compute(job, run.part(n, n + 1), repeated=True, attends_again=True).values())
+            for n in (0, run.count - 1)
+        )
+        more = (last - first) / max(1, run.count - 1)
+        seconds += [first + number * more for number in range(run.count)]
+    whole = sum(seconds)
+    return [of_chunk / whole for of_chunk in seconds]
 
 
 def _zero(job: Job, step: StepTime, passes: int) -> None:

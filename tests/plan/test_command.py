@@ -256,6 +256,19 @@ def test_a_recipe_says_what_options_say(capsys: pytest.CaptureFixture[str], reci
     assert "made for 262,144 tokens" in run(capsys, recipe)[1]  # with its RoPE
 
 
+def test_the_revision_of_a_recipe_is_the_one_that_is_read(
+    capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    snapshots = tmp_path / "cache" / "models--Qwen--Qwen2.5-7B-Instruct" / "snapshots"
+    for commit, model in {"abc": "qwen2.5-0.5b", "def": "qwen2.5-1.5b"}.items():
+        (snapshots / commit).mkdir(parents=True)
+        (snapshots / commit / "config.json").write_text(json.dumps(KNOWN[model]))
+    Path(recipe).write_text(f"{RECIPE}revision: abc\n")
+    assert "0.49B parameters" in run(capsys, recipe)[1]
+    assert "1.54B parameters" in run(capsys, f"{recipe} --revision def")[1]
+
+
 def test_places_may_be_given_with_a_recipe(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
     assert report(capsys, f"{recipe} --data_path mine.txt --output-dir=mine") == report(capsys, recipe)
 

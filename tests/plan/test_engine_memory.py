@@ -16,6 +16,7 @@ from oomb_accel.integrations.attachment import Attachment, attachment_of
 from oomb_accel.offload import Offload
 from oomb_accel.pages import PageRooms
 from oomb_accel.plan import Job, estimate, page_demand, plan_memory, read_shape
+from oomb_accel.plan.runs import runs_of
 from oomb_accel.plan.sizes import GIB, in_slabs, slab_bytes_for
 from oomb_accel.schedule import ChunkSchedule
 from oomb_kernels import backward_workspace_bytes
@@ -70,7 +71,7 @@ def test_offload_leaves_on_the_device_what_the_planner_says() -> None:
     state = attachment_of(model)
     found, layout = rooms(state), step_memory._layout(state, state.page_shape(sparse=True), torch.float32)
     planned = plan_memory(
-        page_demand(layout, schedule(state, 800)),
+        page_demand(layout, runs_of(schedule(state, 800))),
         free_device_bytes=10**9,
         activation_bytes=0,
         host_budget_bytes=10**9,

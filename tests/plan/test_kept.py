@@ -9,8 +9,8 @@ import pytest
 
 from oomb_accel.plan import Estimate, Job, estimate, read_shape
 from oomb_accel.plan import kept as kept_module
-from oomb_accel.plan.kept import block_ends
-from oomb_accel.plan.memory import Memory, activation_bytes_per_token, estimate_memory
+from oomb_accel.plan.kept import KeptResults, block_ends
+from oomb_accel.plan.memory import activation_bytes_per_token, estimate_memory
 from oomb_accel.plan.sizes import GIB, head_gradient_bytes, kept_product_bytes
 
 M = 1 << 20
@@ -29,8 +29,7 @@ def job(tokens: int = M // 8, model: str = "qwen2.5-7b", **changes: Any) -> Job:
 
 def kept(found: Estimate) -> list[list[int]]:
     """Head gradients, attention outputs, outputs of MLPs and of attention's last product."""
-    memory = found.memory
-    return [list(chunks) for chunks in (memory.kept_head, memory.kept, memory.kept_mlp, memory.kept_o_proj)]
+    return [list(of_kind.chunks) for of_kind in found.memory.kept]
 
 
 def without_end(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
@@ -67,8 +66,8 @@ def test_chunks_that_run_again_without_the_head_have_no_logits(monkeypatch: pyte
 
     assert worst(of) == (graph, 0)
     smaller = [replace(of, gpu=replace(of.gpu, memory_bytes=n * GIB // 2)) for n in range(120, 240)]
-    few = next(of for of in smaller if estimate_memory(of).kept_head)
-    assert len(estimate_memory(few).kept_head) < 15 and worst(few) == (graph, logits)
+    few = next(of for of in smaller if estimate_memory(of).kept.head.chunks)
+    assert len(estimate_memory(few).kept.head.chunks) < 15 and worst(few) == (graph, logits)
     monkeypatch.setattr("oomb_accel.plan.kept._can_keep_head", lambda job: False)
     assert worst(of) == (graph - 8192 * ATTENTION, logits)
 
@@ -85,32 +84,33 @@ def test_head_gradients_come_first_then_attention_outputs_and_the_latest_of_each
     fit, and behind all of them those of attention's last product. 6 % of a GPU are never planned for."""
     of = job(M // 4, page_grad_dtype="bfloat16")
 
-    def on(memory_bytes: int, **changes: Any) -> Memory:
-        return estimate_memory(replace(of, gpu=replace(of.gpu, memory_bytes=memory_bytes), **changes))
+    def on(memory_bytes: int, **changes: Any) -> KeptResults:
+        return estimate_memory(replace(of, gpu=replace(of.gpu, memory_bytes=memory_bytes), **changes)).kept
 
     low, high = 64 * GIB, of.gpu.memory_bytes
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(on(middle).kept) == 31 else (middle, high)
-    assert on(low).kept == range(1, 31) and on(high).kept == range(31) and not on(high).kept_mlp
-    assert on(low).kept_head == range(31)
+        low, high = (low, middle) if len(on(middle).attention.chunks) == 31 else (middle, high)
+    assert on(low).attention.chunks == range(1, 31) and on(low).head.chunks == range(31)
+    assert on(high).attention.chunks == range(31) and not on(high).mlp.chunks
     for chunks in (1, 5):
         least = high + round(chunks * 8192 * PRODUCT / 0.94)
-        assert on(least + 2).kept_mlp == range(31 - chunks, 31)
-        assert on(least - 2).kept_mlp == range(32 - chunks, 31) and on(least + 2).kept == range(31)
-        assert not on(least + 2).kept_o_proj
+        assert on(least + 2).mlp.chunks == range(31 - chunks, 31)
+        assert on(least - 2).mlp.chunks == range(32 - chunks, 31) and on(least + 2).attention.chunks == range(31)
+        assert not on(least + 2).o_proj.chunks
         least = high + round((31 + chunks) * 8192 * PRODUCT / 0.94)
-        assert on(least + 2).kept_o_proj == range(31 - chunks, 31) and on(least + 2).kept_mlp == range(31)
-        assert on(least - 2).kept_o_proj == range(32 - chunks, 31)
+        assert on(least + 2).o_proj.chunks == range(31 - chunks, 31) and on(least + 2).mlp.chunks == range(31)
+        assert on(least - 2).o_proj.chunks == range(32 - chunks, 31)
         least = high - round((31 * 8192 * ATTENTION + (31 - chunks) * 8192 * HEAD) / 0.94)
-        assert on(least + 2).kept_head == range(31 - chunks, 31) and not on(least + 2).kept
-        assert on(least - 2).kept_head == range(32 - chunks, 31)
+        assert on(least + 2).head.chunks == range(31 - chunks, 31) and not on(least + 2).attention.chunks
+        assert on(least - 2).head.chunks == range(32 - chunks, 31)
         asked = high - round((31 - chunks) * 8192 * HEAD / 0.94)
-        assert on(asked + 2, keep_outputs=True).kept_head == range(31 - chunks, 31)
-        assert on(asked - 2, keep_outputs=True).kept_head == range(32 - chunks, 31)
-        assert on(asked, keep_outputs=True).kept == range(31) and not on(asked, keep_outputs=True).kept_mlp
+        assert on(asked + 2, keep_outputs=True).head.chunks == range(31 - chunks, 31)
+        assert on(asked - 2, keep_outputs=True).head.chunks == range(32 - chunks, 31)
+        at_once = on(asked, keep_outputs=True)
+        assert at_once.attention.chunks == range(31) and not at_once.mlp.chunks
     whole = on(high + round(8192 * PRODUCT / 0.94) + 2, keep_outputs=True)
-    assert (whole.kept_head, whole.kept_mlp) == (range(31), range(30, 31))
+    assert (whole.head.chunks, whole.mlp.chunks) == (range(31), range(30, 31))
 
 
 def test_what_the_setting_says() -> None:
@@ -123,10 +123,11 @@ def test_what_the_setting_says() -> None:
 )
 def test_no_mlp_outputs_without_fused_lora(changes: dict[str, Any], rest: bool) -> None:
     """Of experts' products LoRA has none; their attention has one, and their head is frozen all the same."""
-    found = estimate(job(**changes))
-    assert found.memory.kept and not found.memory.kept_mlp and found.memory.device["kept MLP outputs"] == 0
-    assert bool(found.memory.kept_head) == rest == bool(found.memory.device["kept head gradients"])
-    assert bool(found.memory.kept_o_proj) == rest == bool(found.memory.device["kept o_proj outputs"])
+    memory = estimate(job(**changes)).memory
+    kept, device = memory.kept, memory.device
+    assert kept.attention.chunks and not kept.mlp.chunks and device["kept MLP outputs"] == 0
+    assert bool(kept.head.chunks) == rest == bool(device["kept head gradients"])
+    assert bool(kept.o_proj.chunks) == rest == bool(device["kept o_proj outputs"])
 
 
 def test_attention_may_be_wider_than_the_model() -> None:
@@ -161,8 +162,8 @@ def test_the_recompute_skips_the_last_product(
     assert kept(everything) == [list(range(7))] * 4
     without_end(monkeypatch, kind)
     without = estimate(of)
-    skips = [len(without.memory.kept_mlp), len(without.memory.kept_o_proj)]
-    assert skips == ([0, 7] if kind == "mlp" else [7, 0]) and without.memory.kept == everything.memory.kept
+    skips = [7, 7, 0, 7] if kind == "mlp" else [7, 7, 7, 0]
+    assert [len(of_kind) for of_kind in kept(without)] == skips
     gained = {part: seconds - everything.time.parts[part] for part, seconds in without.time.parts.items()}
     weights, adapter = ENDS[kind]
     seconds = 2 * 7 * 8192 * (weights / faster + adapter) / 690e12
@@ -174,10 +175,10 @@ def test_the_recompute_skips_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of three products, of the targets of the chunks that are kept; in bf16 whatever the base is in."""
     of = job(attention="sparse", page_grad_dtype="bfloat16", base_dtype="float8", keep_last_graph=False)
     with_head = estimate(of)
-    assert with_head.memory.kept_head == range(16)
+    assert with_head.memory.kept.head.chunks == range(16)
     monkeypatch.setattr("oomb_accel.plan.kept._can_keep_head", lambda job: False)
     without = estimate(of)
-    assert not without.memory.kept_head and without.memory.kept_mlp == with_head.memory.kept_mlp
+    assert not without.memory.kept.head.chunks and without.memory.kept.mlp.chunks == with_head.memory.kept.mlp.chunks
     gained = {part: seconds - with_head.time.parts[part] for part, seconds in without.time.parts.items()}
     assert gained.pop("linear layers") == pytest.approx(2 * (M // 8 - 1) * 152064 * 3584 / 690e12)
     assert set(gained.values()) == {0.0}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from oomb_accel.plan import Estimate, Job, estimate, kept, memory, rates, read_shape
+from oomb_accel.plan import Adapters, Estimate, Job, estimate, kept, memory, rates, read_shape
 from oomb_accel.plan.sizes import GIB
 
 ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "measured.json").read_text(encoding="utf-8"))["rows"]
@@ -20,15 +20,14 @@ def estimated(row: dict[str, Any], **settings: Any) -> Estimate:
     """By the code of the row."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rates, "LOGIT_COPIES", row.get("logit_copies", rates.LOGIT_COPIES))
-        if row.get("plain_lora"):
-            patch.setattr(rates, "ADAPTER_TURNS", 3.0)
-            patch.setattr(rates, "ADAPTED_MATRIX", rates.MATRIX)
         if row.get("whole_model_gathered"):
             patch.setattr(memory, "gathered_numbers", lambda total, largest: total)
         if row.get("attention_outputs_only"):
             patch.setattr(kept, "block_ends", lambda job: {})
             patch.setattr(kept, "_can_keep_head", lambda job: False)
-        return estimate(Job(model=read_shape(row["model"]), tokens=row["tokens"], **row["job"], **settings))
+        adapters = Adapters(plain=not row.get("plain_lora"))
+        model = read_shape(row["model"])
+        return estimate(Job(model=model, tokens=row["tokens"], adapters=adapters, **row["job"], **settings))
 
 
 def seconds(row: dict[str, Any]) -> float:
@@ -100,10 +99,11 @@ def test_every_row_fits_as_it_did() -> None:
 def test_rows_that_say_so_would_keep_more_now() -> None:
     """Gradients of the head, or under ZeRO 3 outputs of products."""
     marked = [row for row in ROWS if row.get("attention_outputs_only")]
-    then, now = ([estimated(row | {"attention_outputs_only": mark}).memory for row in marked] for mark in (True, False))
-    assert marked and not any(memory.kept_mlp or memory.kept_o_proj or memory.kept_head for memory in then)
-    assert [bool(memory.kept_head) for memory in now] == [row["job"].get("zero_stage") != 3 for row in marked]
-    assert all(memory.kept_mlp or memory.kept_head for memory in now)
+    today = {"attention_outputs_only": False, "plain_lora": False}
+    then, now = ([estimated(row | code).memory.kept for row in marked] for code in ({}, today))
+    assert marked and not any(kept.mlp.chunks or kept.o_proj.chunks or kept.head.chunks for kept in then)
+    assert [bool(kept.head.chunks) for kept in now] == [row["job"].get("zero_stage") != 3 for row in marked]
+    assert all(kept.mlp.chunks or kept.head.chunks for kept in now)
 
 
 def test_a_wrong_estimate_would_be_noticed() -> None:

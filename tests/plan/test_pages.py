@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from oomb_accel.pages.shape import PageShape
 from oomb_accel.plan import PageLayout, page_demand, sizes
+from oomb_accel.plan.runs import runs_of
 from oomb_accel.schedule import ChunkSchedule
 from oomb_kernels import backward_workspace_bytes
 
@@ -56,7 +57,9 @@ def test_bytes_are_those_of_the_engine(
     chunks = schedule(*documents)
     shape = PageShape(len(windows), 2, 8, 4, getattr(torch, dtype), tuple(windows), sparse_layers, sink_pages, float8)
     changes = {"windows": tuple(windows), "sparse_layers": sparse_layers, "sink_pages": sink_pages}
-    demand = page_demand(layout(**changes, grad_dtype=dtype, value_dtype="float8" if float8 else "bfloat16"), chunks)
+    demand = page_demand(
+        layout(**changes, grad_dtype=dtype, value_dtype="float8" if float8 else "bfloat16"), runs_of(chunks)
+    )
     fixed = demand.sink_gradient_bytes + demand.scale_bytes
     assert fixed == shape.fixed_bytes(chunks) == demand.resident_bytes - demand.list_bytes
     assert demand.mean_key_bytes == shape.mean_key_bytes(chunks, torch.bfloat16) <= demand.least_gradient_bytes
@@ -102,20 +105,22 @@ def test_distinct_pages_lie_between_one_list_and_all_candidates() -> None:
 
 def test_gradients_of_selected_pages_come_one_by_one() -> None:
     long = schedule(400)
-    all_at_once = page_demand(layout(sparse_layers=frozenset()), long)
-    one_by_one = page_demand(layout(windows=(None,) * 3, sparse_layers=frozenset({0, 1, 2}), distinct=0.0), long)
+    all_at_once = page_demand(layout(sparse_layers=frozenset()), runs_of(long))
+    one_by_one = page_demand(
+        layout(windows=(None,) * 3, sparse_layers=frozenset({0, 1, 2}), distinct=0.0), runs_of(long)
+    )
     assert all_at_once.living_bytes == all_at_once.value_bytes + all_at_once.gradient_bytes
     assert one_by_one.value_bytes < one_by_one.living_bytes < one_by_one.value_bytes + one_by_one.gradient_bytes
 
 
 def test_a_device_must_hold_three_layers_of_one_chunk() -> None:
-    demand = page_demand(layout(windows=(None,) * 9, sparse_layers=frozenset()), schedule(400))
+    demand = page_demand(layout(windows=(None,) * 9, sparse_layers=frozenset()), runs_of(schedule(400)))
     record = sizes.record_bytes(4, 8, "bfloat16")
     assert demand.least_value_bytes == 3 * 2 * (16 // 4 + 16 // 4) * record
-    short = page_demand(layout(), schedule(20))
+    short = page_demand(layout(), runs_of(schedule(20)))
     assert short.least_value_bytes <= short.value_bytes
 
 
 def test_a_document_of_one_chunk_has_no_pages() -> None:
-    demand = page_demand(layout(), schedule(16))
+    demand = page_demand(layout(), runs_of(schedule(16)))
     assert demand.living_bytes == demand.resident_bytes == demand.least_value_bytes == 0

@@ -60,6 +60,35 @@ def test_the_cache_comes_before_what_is_known(no_hub: Path) -> None:
     assert read_shape("Qwen/Qwen2.5-7B").hidden == 896
 
 
+def test_a_revision_is_read_from_the_cache_or_the_hub(no_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name of its branch, or by its commit; of others than main nothing is known."""
+    name = "Qwen/Qwen2.5-7B"
+    cached = no_hub / "models--Qwen--Qwen2.5-7B"
+    write_config(cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "wide").write_text("abc", encoding="utf-8")
+    found = [read_shape(name, revision=revision).hidden for revision in ("wide", "abc", "main", None)]
+    assert found == [896, 896, 3584, 3584]
+    with pytest.raises(ValueError, match=r"in revision 'v2'\.\n.*cannot be reached\.\n.*leave revision out"):
+        read_shape(name, revision="v2")
+    asked = []
+    monkeypatch.setattr("oomb_accel.plan.source.unreachable", lambda: None)
+
+    def download(*names: str, **options: object) -> str:
+        asked.append((*names, options["revision"]))
+        return str(cached / "snapshots" / "abc" / "config.json")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert read_shape(name, revision="v2").hidden == 896 and asked == [(name, "config.json", "v2")]
+
+
+def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "model")
+    for source in (path, path.parent):
+        with pytest.raises(ValueError, match="A folder has no revisions"):
+            read_shape(str(source), revision="v2")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
