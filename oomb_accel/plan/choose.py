@@ -11,6 +11,7 @@ from oomb_accel.plan.sizes import GIB
 
 _MEASURED = (8192, 4096)
 """Chunks whose time was measured. Smaller ones run slower than the estimate says."""
+_USUAL = max(_MEASURED)
 _GAIN = 0.03
 """Share by which another chunk than the usual one must be faster."""
 
@@ -52,25 +53,44 @@ def choose(job: Job, *, chunk_tokens: bool, page_grad_dtype: bool) -> Choice:
 
 
 def _with_best_chunk(job: Job) -> Estimate:
-    """With the usual chunk, or another of those that were measured if it is faster by `_GAIN`. Where none of them fits,
-    with the largest smaller one that does. Where none does, with the largest for which it is only host memory that is
-    short, or with the smallest."""
-    sizes = [tokens for tokens in CHUNKS if tokens >= job.page_tokens] or [job.page_tokens]
+    """With the usual chunk, or another of those that were measured if it is faster by `_GAIN`; with a larger one for a
+    model that is bound by the host. Where none of them fits, with the largest smaller one that does. Where none does,
+    with the largest for which it is only host memory that is short, or with the smallest."""
+    sizes = [tokens for tokens in CHUNKS if job.page_tokens <= tokens <= _USUAL] or [job.page_tokens]
     found = [estimate(replace(job, chunk_tokens=tokens)) for tokens in sizes]
     measured = [e for e in found if e.fits and e.job.chunk_tokens in _MEASURED]
     if measured:
         fastest = min(measured, key=lambda e: e.time.seconds)
         usual = measured[0]
         gains = fastest.time.seconds < usual.time.seconds * (1 - _GAIN)
-        return fastest if gains else usual
+        return fastest if gains else _with_larger_chunk(usual)
     short_of_host = (e for e in found if e.memory.plan.offloads)
     return next((e for e in found if e.fits), None) or next(short_of_host, found[-1])
+
+
+def _with_larger_chunk(usual: Estimate) -> Estimate:
+    """As long as the host bounds the step, a larger one is faster by `_GAIN`, and no pages leave the device for it.
+    Models that the GPU takes longer to compute than the host to launch would pay memory for next to nothing."""
+    best = usual
+    for tokens in sorted(size for size in CHUNKS if size > usual.job.chunk_tokens):
+        if not best.time.by_host:
+            break
+        larger = estimate(replace(usual.job, chunk_tokens=tokens))
+        gains = larger.time.seconds < best.time.seconds * (1 - _GAIN)
+        if not larger.fits or not gains or larger.memory.plan.offloads > usual.memory.plan.offloads:
+            break
+        best = larger
+    return best
 
 
 def _why_chunk(chosen: Estimate) -> str:
     tokens = chosen.job.chunk_tokens
     why = f"chunk_tokens={tokens} for {chosen.job.tokens:,} tokens"
-    larger = [size for size in CHUNKS if size > tokens]
+    if tokens > _USUAL >= chosen.job.page_tokens:
+        usual = estimate(replace(chosen.job, chunk_tokens=_USUAL))
+        share = 1 - chosen.time.seconds / usual.time.seconds
+        return f"{why}: by the estimate {share:.0%} faster than {_USUAL}, with which the host bounds a step"
+    larger = [size for size in CHUNKS if tokens < size <= _USUAL]
     if not chosen.fits:
         return f"{why}: none fits by the estimate"
     if not larger or tokens == chosen.job.page_tokens:

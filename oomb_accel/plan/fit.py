@@ -15,7 +15,7 @@ from oomb_accel.plan.timing import StepTime, estimate_time
 
 LONGEST = 1 << 24
 """Tokens; no estimate looks further."""
-CHUNKS = (8192, 4096, 2048, 1024, 512)
+CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024, 512)
 """Tokens of the chunks that are tried, the largest first."""
 _STANDING = ("weights", "weights in 8 bits", "gathered weights", "optimizer", "gradient buckets", "gradients")
 

@@ -26,6 +26,9 @@ SCORING = 190 / 989
 
 BACKWARD = 2.5
 """Attention's backward over its forward: five matrix products instead of two."""
+BACKWARD_TWICE = 3.5
+"""The same where scores are formed twice (`sizes.scores_are_formed_twice`): seven products. By their number, not
+measured."""
 HEAD_DIM = 128
 """Of the measurements. Smaller heads are taken to be slower by the square root."""
 

@@ -108,6 +108,21 @@ def float8_input_bytes(num_tokens: int, *widths: int) -> int:
     return num_tokens * (max(widths) + 4)
 
 
+def scores_are_formed_twice(
+    *, num_heads: int, num_kv_heads: int, num_blocks: int, q_block: int, top_k: int, page_tokens: int
+) -> bool:
+    """Whether the backward of attention to selected pages has no room for the scores of one KV head: for 7 query heads
+    with top_k 64 from chunks of 16,384 tokens on."""
+    return _scores_bytes(num_heads, num_kv_heads, num_blocks, q_block, top_k, page_tokens) > _PAGE_BACKWARD_BYTES
+
+
+def _scores_bytes(
+    num_heads: int, num_kv_heads: int, num_blocks: int, q_block: int, top_k: int, page_tokens: int
+) -> int:
+    """Of one KV head."""
+    return num_blocks * top_k * (num_heads // num_kv_heads) * page_tokens * q_block * 2
+
+
 def page_backward_bytes(
     *, num_heads: int, num_kv_heads: int, num_blocks: int, q_block: int, top_k: int, page_tokens: int, head_dim: int
 ) -> int:
@@ -117,7 +132,7 @@ def page_backward_bytes(
     Args:
         num_blocks: query blocks of the chunk.
     """
-    of_a_head = num_blocks * top_k * (num_heads // num_kv_heads) * page_tokens * q_block * 2
+    of_a_head = _scores_bytes(num_heads, num_kv_heads, num_blocks, q_block, top_k, page_tokens)
     heads_at_once = min(num_kv_heads, _PAGE_BACKWARD_BYTES // max(1, of_a_head))
     entries, partial_bytes = num_kv_heads * num_blocks * top_k, 4 * 2 * page_tokens * head_dim
     longest = max(8, top_k // 4, 2 * entries // (_PARTIAL_SUMS_BYTES // partial_bytes))

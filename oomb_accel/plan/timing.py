@@ -13,7 +13,7 @@ from oomb_accel.plan.job import Job
 from oomb_accel.plan.kept import block_ends
 from oomb_accel.plan.memory import Memory, activation_bytes_per_token
 from oomb_accel.plan.runs import ChunkRun, num_chunks, one_by_one
-from oomb_accel.plan.sizes import parts_of
+from oomb_accel.plan.sizes import parts_of, scores_are_formed_twice
 
 _POOLED_TOKENS = 16
 """Queries whose mean is scored against mean keys."""
@@ -33,6 +33,8 @@ class StepTime:
     up_bytes: float = 0.0
     """Host to device."""
     down_bytes: float = 0.0
+    by_host: bool = False
+    """Whether the host takes longer to launch the step than the GPU to compute it."""
 
     @property
     def seconds(self) -> float:
@@ -58,6 +60,7 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
             step.parts[part] += run.count * seconds
     passes = 3 * num_chunks(memory.chunks) - (1 if job.keep_last_graph else 0)
     of_host = _launch_seconds(job, passes)
+    step.by_host = of_host > step.seconds
     step.parts["launches"] += max(0.0, of_host - step.seconds)
     _transfers(job, memory, step, of_host)
     _zero(job, step, passes)
@@ -123,12 +126,14 @@ def _compute(
     pairs_flops = 4 * model.num_heads * model.head_dim / min(1.0, (model.head_dim / rates.HEAD_DIM) ** 0.5)
     peak = gpu.flops_per_second
 
-    def attention(pairs: float, forward: float, backward: float) -> float:
-        return pairs * pairs_flops * (attention_forwards / forward + rates.BACKWARD / backward) / peak
+    def attention(pairs: float, forward: float, backward: float, products: float = rates.BACKWARD) -> float:
+        return pairs * pairs_flops * (attention_forwards / forward + products / backward) / peak
 
     parts["attention inside chunks"] += attention(own, rates.ATTENTION_FORWARD, rates.ATTENTION_BACKWARD)
     parts["attention to the past"] += attention(past, rates.ATTENTION_FORWARD, rates.ATTENTION_BACKWARD)
-    parts["attention to the past"] += attention(selected, rates.SELECTED_FORWARD, rates.SELECTED_BACKWARD)
+    parts["attention to the past"] += attention(
+        selected, rates.SELECTED_FORWARD, rates.SELECTED_BACKWARD, _products(job, tokens)
+    )
     if selected:
         mean_keys = run.mean_past_pages * parts_of(job.page_tokens)
         scores = tokens / _POOLED_TOKENS * mean_keys * 2 * model.num_heads * model.head_dim
@@ -137,6 +142,19 @@ def _compute(
         parts["selection of pages"] += layers * rates.SPARSE_LAYER_SECONDS * attention_forwards
         parts["selection of pages"] += layers * scores / (rates.SCORING * peak)
     return parts
+
+
+def _products(job: Job, tokens: int) -> float:
+    """Of the backward of attention to selected pages, over those of its forward."""
+    twice = scores_are_formed_twice(
+        num_heads=job.model.num_heads,
+        num_kv_heads=job.model.num_kv_heads,
+        num_blocks=-(-tokens // job.q_block),
+        q_block=job.q_block,
+        top_k=job.top_k,
+        page_tokens=job.page_tokens,
+    )
+    return rates.BACKWARD_TWICE if twice else rates.BACKWARD
 
 
 def _launch_seconds(job: Job, passes: int) -> float:

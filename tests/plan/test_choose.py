@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from oomb_accel.plan import GPUS, Found, Job, choose, estimate, read_shape
+from oomb_accel.plan import GPUS, Found, Job, choose, estimate, rates, read_shape
 from oomb_accel.plan.sizes import GIB
 
 M = 1 << 20
@@ -85,6 +85,57 @@ def test_reasons_say_what_and_why() -> None:
     assert "chunk_tokens=2048 for 65,536 tokens: with 4096 " in tight and "GiB" in tight
     (none,) = choose(job(M // 16, found=found(1)), chunk_tokens=True, page_grad_dtype=False).reasons
     assert none == "chunk_tokens=512 for 65,536 tokens: none fits by the estimate"
+
+
+def test_models_that_the_host_bounds_take_larger_chunks() -> None:
+    """Sparse, since inside a chunk attention is dense: a chunk of 32,768 costs more than it saves."""
+    small = job(M // 16, "qwen2.5-0.5b", attention="sparse", top_k=16)
+    usual, larger = (estimate(replace(small, chunk_tokens=tokens)) for tokens in (8192, 16384))
+    assert usual.time.by_host and larger.time.seconds < 0.97 * usual.time.seconds
+    share = 1 - larger.time.seconds / usual.time.seconds
+    (reason,) = choose(small, chunk_tokens=True, page_grad_dtype=False).reasons
+    assert chunk_of(small) == 16384 and reason == (
+        f"chunk_tokens=16384 for 65,536 tokens: by the estimate {share:.0%} faster than 8192, with which the host "
+        "bounds a step"
+    )
+    both = choose(small, chunk_tokens=True, page_grad_dtype=True)
+    assert (both.chunk_tokens, both.page_grad_dtype) == (16384, "float32")
+
+
+@pytest.mark.parametrize("tokens", [M // 16, M // 8, M])
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "qwen3-8b", "qwen2.5-3b"])
+def test_models_that_the_device_bounds_keep_the_usual_chunk(model: str, tokens: int) -> None:
+    of = job(tokens, model, attention="sparse", top_k=16, page_grad_dtype="bfloat16", host_bytes=1024 * GIB)
+    assert not estimate(of).time.by_host
+    (reason,) = choose(of, chunk_tokens=True, page_grad_dtype=False).reasons
+    assert reason == f"chunk_tokens=8192 for {tokens:,} tokens: the usual one, which fits"
+
+
+def test_no_larger_chunk_without_room_or_gain() -> None:
+    """For its graph; or for all pages beside it; or where a step is as long as the attention to the own chunk."""
+    small = job(M // 16, "qwen2.5-0.5b", attention="sparse", top_k=16)
+    tight = replace(small, gpu=replace(small.gpu, memory_bytes=22 * GIB))
+    assert estimate(tight).time.by_host and not estimate(replace(tight, chunk_tokens=16384)).fits
+    assert chunk_of(tight) == 8192
+    long = replace(small, tokens=M, gpu=replace(small.gpu, memory_bytes=58 * GIB), host_bytes=256 * GIB)
+    usual, larger = (estimate(replace(long, chunk_tokens=tokens)) for tokens in (8192, 16384))
+    assert larger.fits and larger.memory.plan.offloads and not usual.memory.plan.offloads
+    assert usual.time.by_host and chunk_of(long) == 8192
+    slow = replace(small, gpu=replace(small.gpu, flops_per_second=small.gpu.flops_per_second / 4))
+    assert not estimate(slow).time.by_host and chunk_of(slow) == 8192
+
+
+def test_scores_that_are_formed_twice_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven products instead of five, with top_k 64 in chunks that are larger than the usual one."""
+    jobs = [job(M // 8, attention="sparse", top_k=64, chunk_tokens=tokens) for tokens in (8192, 16384)]
+    found = [estimate(of).time.parts for of in jobs]
+    monkeypatch.setattr(rates, "BACKWARD_TWICE", rates.BACKWARD)
+    five = [estimate(of).time.parts for of in jobs]
+    assert found[0] == five[0]
+    more = {part: seconds - five[1][part] for part, seconds in found[1].items()}
+    pairs = 28 * 16384 * 64 * 128 * 7  # of all chunks but the first, which has no past
+    assert more.pop("attention to the past") == pytest.approx(pairs * 4 * 28 * 128 / 275e12)
+    assert set(more.values()) == {0.0}
 
 
 def test_short_chunks_are_no_remedy_for_little_host_memory() -> None:

@@ -83,7 +83,7 @@ def test_on_average_it_is_closer() -> None:
     times = [abs(error(seconds(row), row["seconds"])) for row in TIMED]
     peaks = [abs(error(estimated(row).memory.peak_bytes / GIB, [row["peak_gib"]])) for row in ROWS if "peak_gib" in row]
     assert sum(times) / len(times) < 0.03
-    assert sum(peaks) / len(peaks) < 0.005
+    assert sum(peaks) / len(peaks) < 0.006
 
 
 def test_more_selected_pages_cost_what_they_did() -> None:

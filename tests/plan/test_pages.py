@@ -13,6 +13,7 @@ from oomb_accel.plan import PageLayout, page_demand, sizes
 from oomb_accel.plan.runs import runs_of
 from oomb_accel.schedule import ChunkSchedule
 from oomb_kernels import backward_workspace_bytes
+from oomb_kernels.page_backward import _ds_bytes, _turn
 
 BASE: dict[str, Any] = {
     **{"num_kv_heads": 2, "head_dim": 8, "windows": (None, None, 10), "sparse_layers": frozenset({1})},
@@ -92,6 +93,13 @@ def test_the_backward_works_in_what_the_kernels_take(
     assert ours == backward_workspace_bytes(
         **common, num_groups=num_kv_heads, num_tokens=num_tokens, block_tokens=q_block, room=top_k, itemsize=2
     )
+    del common["head_dim"]
+    blocks = -(-num_tokens // q_block)
+    twice = sizes.scores_are_formed_twice(
+        **common, num_kv_heads=num_kv_heads, num_blocks=blocks, q_block=q_block, top_k=top_k
+    )
+    of_a_head = _ds_bytes((num_kv_heads, blocks, top_k), group * num_kv_heads, page_tokens, q_block, 2)
+    assert twice == (_turn(num_kv_heads, of_a_head) == 0)
 
 
 def test_distinct_pages_lie_between_one_list_and_all_candidates() -> None:
