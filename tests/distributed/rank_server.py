@@ -113,6 +113,9 @@ def _be_rank(rank: int, job: dict[str, Any], environment: dict[str, str]) -> Non
     status = 1
     try:
         gc.enable()
+        # Torch makes its thread pool anew at the first call behind a fork, and two threads that call it at one time may
+        # find none ("Invalid thread pool!"): transformers loads weights by several.
+        torch.set_num_threads(1)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives the server
         folder = Path(job["folder"])
         log = os.open(folder / f"rank{rank}.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
