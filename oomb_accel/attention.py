@@ -83,13 +83,12 @@ def _attend_and_keep(
     q_HTD: Tensor, k_GTD: Tensor, v_GTD: Tensor, layer: LayerCall, run: ChunkPass, selected: SelectedPages | None
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE, as they were kept, or kept from now on, where the chunk's are."""
-    kept = run.kept
-    known = kept.get(layer.layer) if kept is not None else None
-    result = known or _attend(q_HTD, k_GTD, v_GTD, layer, run, selected)
+    results = run.results
+    known = results.take(layer.layer)
+    out_HTD, lse_HT = known or _attend(q_HTD, k_GTD, v_GTD, layer, run, selected)
     run.memory.cache.settle(layer.layer)
-    if kept is not None:
-        kept[layer.layer] = result
-    return result
+    results.put(layer.layer, out_HTD, lse_HT)
+    return out_HTD, lse_HT
 
 
 def _attend(

@@ -6,7 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from oomb_accel.memory import Outputs, Products, StreamMemory
+from oomb_accel.kept_results import ChunkResults
+from oomb_accel.memory import StreamMemory
 from oomb_accel.schedule import Chunk
 
 Sweep = Literal["forward", "backward"]
@@ -37,14 +38,9 @@ class ChunkPass:
     """What was worked out for one layer and is the same for others."""
 
     @property
-    def kept(self) -> Outputs | None:
-        """Outputs and LSE of the forward sweep, where this chunk's are kept."""
-        return self.memory.kept.get(self.chunk.index)
-
-    @property
-    def products(self) -> Products | None:
-        """Outputs of linear layers in the forward sweep, where this chunk's are kept."""
-        return self.memory.products.get(self.chunk.index)
+    def results(self) -> ChunkResults:
+        """What is kept of this chunk between the sweeps."""
+        return self.memory.results.get(self.chunk.index) or ChunkResults()
 
     @property
     def first_rows(self) -> slice:

@@ -1,14 +1,17 @@
-"""How many attention outputs of the forward sweep fit in memory, so that the recompute can skip attention."""
+"""Which results of the forward sweep fit in memory, on the device or on the host, so that the recompute can skip what
+makes them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from oomb_accel.host import host_limits
+from oomb_accel.kept_on_host import BLOCK_BYTES, LAYERS_AT_ONCE
+from oomb_accel.kept_results import HEAD, Key
 from oomb_accel.plan.rates import DEVICE_RESERVE
 from oomb_accel.schedule import Chunk
 
@@ -47,21 +50,78 @@ def free_bytes(device: torch.device) -> int:
     return free + cached - int(DEVICE_RESERVE * total)
 
 
-def chunks_to_keep(chunks: Sequence[Chunk], bytes_per_token: int, budget_bytes: float) -> frozenset[int]:
-    """The latest of these chunks whose outputs fit the budget. They have the longest past, so they save the most.
+@dataclass(frozen=True, slots=True)
+class ResultKind:
+    """Results that are kept together."""
+
+    keys: tuple[Key, ...]
+    """Of what makes them, see `ChunkResults`; two tensors each."""
+    bytes_per_token: int
+    """Of all of them."""
+
+    def device_bytes(self, chunk: Chunk) -> int:
+        return chunk.num_tokens * self.bytes_per_token
+
+    def host_bytes(self, chunk: Chunk) -> int:
+        """In blocks, at most."""
+        return self.device_bytes(chunk) + 2 * len(self.keys) * BLOCK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class KeptChunks:
+    """Results that are kept from the forward sweep, so that the backward sweep need not make them again: by chunk, the
+    keys of what makes them."""
+
+    on_device: Mapping[int, Sequence[Key]] = field(default_factory=dict)
+    on_host: Mapping[int, Sequence[Key]] = field(default_factory=dict)
+    host_bytes: int = 0
+    staging_bytes: int = 0
+    """Device memory for results on their way to the host or back."""
+
+
+def place_results(
+    kinds: Sequence[ResultKind], chunks: Sequence[Chunk], device_bytes: int, host_bytes: int
+) -> KeptChunks:
+    """What is kept where. The latest chunks, which the backward sweep comes to first, stay on the device, those before
+    them go to the host, and what is left is made again.
+
+    Args:
+        kinds: those that save most for their bytes first: they have their room first.
+        chunks: that run again, in stream order.
+        device_bytes: free for this; may be negative.
+        host_bytes: likewise.
+    """
+    on_device, on_host = dict[int, list[Key]](), dict[int, list[Key]]()
+    of_layer = sum(kind.bytes_per_token // len(kind.keys) for kind in kinds if HEAD not in kind.keys)
+    staging = LAYERS_AT_ONCE * of_layer * max((chunk.num_tokens for chunk in chunks), default=0)
+    everything = sum(kind.device_bytes(chunk) for kind in kinds for chunk in chunks)
+    if everything <= device_bytes or device_bytes < staging:
+        host_bytes = 0
+    if host_bytes:
+        device_bytes -= staging
+    host_room = host_bytes
+    for kind in kinds:
+        here = latest_that_fit(chunks, [kind.device_bytes(chunk) for chunk in chunks], device_bytes)
+        device_bytes -= sum(kind.device_bytes(chunk) for chunk in here)
+        others = chunks[: len(chunks) - len(here)]
+        there = latest_that_fit(others, [kind.host_bytes(chunk) for chunk in others], host_room)
+        host_room -= sum(kind.host_bytes(chunk) for chunk in there)
+        for places, kept in ((on_device, here), (on_host, there)):
+            for chunk in kept:
+                places.setdefault(chunk.index, []).extend(kind.keys)
+    return KeptChunks(on_device, on_host, host_bytes - host_room, staging if on_host else 0)
+
+
+def latest_that_fit(chunks: Sequence[Chunk], sizes: Sequence[int], budget_bytes: int) -> Sequence[Chunk]:
+    """The latest of these chunks that fit the budget. They have the longest past, so they save the most.
 
     Args:
         chunks: in stream order.
-        bytes_per_token: of attention outputs and LSE, over all layers.
+        sizes: bytes of each.
         budget_bytes: may be negative: then nothing is kept.
-
-    Returns:
-        Indices of the chunks.
     """
-    kept: set[int] = set()
-    for chunk in reversed(chunks):
-        budget_bytes -= chunk.num_tokens * bytes_per_token
-        if budget_bytes < 0:
-            break
-        kept.add(chunk.index)
-    return frozenset(kept)
+    first = len(chunks)
+    while first > 0 and sizes[first - 1] <= budget_bytes:
+        first -= 1
+        budget_bytes -= sizes[first]
+    return chunks[first:]

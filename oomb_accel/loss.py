@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomb_accel.memory import HeadGradient
+from oomb_accel.kept_results import HeadGradient
 from oomb_kernels import token_log_probs, token_log_probs_backward_
 
 

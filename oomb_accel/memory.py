@@ -3,42 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
-
-from torch import Tensor
 
 from oomb_accel.foresight import Foresight, Phase
+from oomb_accel.kept_on_host import KeptOnHost
+from oomb_accel.kept_results import ChunkResults
 from oomb_accel.pages import PagedKVCache, PageRooms
 from oomb_accel.schedule import Chunk
 from oomb_accel.selection import PageSelector
-
-Outputs = dict[int, tuple[Tensor, Tensor]]
-"""Attention output and LSE by layer: ``[H, T, D]`` and ``[H, T]``."""
-
-
-class Product(NamedTuple):
-    """What a linear layer with LoRA has computed."""
-
-    out: Tensor
-    """``[..., O]``"""
-    xa: Tensor
-    """``x A^T``, ``[T, R]``."""
-    version: int
-    """Of ``out`` when it was made: somebody may change it in place."""
-
-
-Products: TypeAlias = dict[Any, list[Product]]
-"""By linear layer, what it has computed for one chunk, call by call; others are not kept."""
-
-
-class HeadGradient(NamedTuple):
-    """Log-probabilities of targets, and their gradients with respect to what the head reads."""
-
-    log_probs_N: Tensor
-    """fp32, fp64 for fp64 logits."""
-    gradient_ND: Tensor
-    """In the dtype of logits."""
 
 
 @dataclass(slots=True)
@@ -48,12 +19,10 @@ class StreamMemory:
     cache: PagedKVCache
     selector: PageSelector | None = None
     """None where every layer attends to everything, or to its window."""
-    kept: dict[int, Outputs] = field(default_factory=dict)
-    """By index of the chunk, for those whose attention outputs are kept for the backward sweep."""
-    products: dict[int, Products] = field(default_factory=dict)
-    """By index of the chunk, for those of which outputs of linear layers are kept."""
-    heads: dict[int, HeadGradient | None] = field(default_factory=dict)
-    """By index of the chunk, for those whose head is kept from running again; None before its first pass."""
+    results: dict[int, ChunkResults] = field(default_factory=dict)
+    """By index of the chunk, for those of which anything is kept for the recompute."""
+    on_host: KeptOnHost | None = None
+    """Moves what is kept on the host; None where nothing is."""
     foresight: Foresight | None = None
     """None where all pages stay on the device."""
     rooms: PageRooms | None = None
@@ -61,29 +30,31 @@ class StreamMemory:
 
     def device_bytes(self) -> dict[str, int]:
         """Device bytes of what is kept from chunk to chunk, by tier."""
-        # Layers are alike, and all of them have run whenever somebody asks.
-        kept = [len(outputs) * _num_bytes(*next(iter(outputs.values()))) for outputs in self.kept.values() if outputs]
-        made = (product for products in self.products.values() for product in chain(*products.values()))
-        kept += [_num_bytes(product.out, product.xa) for product in made]
-        kept += [_num_bytes(*head) for head in self.heads.values() if head is not None]
-        return {**self.cache.device_bytes(), "kept_outputs": sum(kept)}
+        kept = sum(results.device_bytes for results in self.results.values())
+        if self.on_host is not None:
+            kept += self.on_host.device_bytes
+        return {**self.cache.device_bytes(), "kept_outputs": kept}
 
     def begin(self, chunk: Chunk, phase: Phase) -> None:
         """A run of the model over a chunk begins, or its backward. After the forward sweep nothing is selected."""
         if phase != "forward":
             self.cache.drop_centroids()
+            self._bring_results(chunk, phase)
         if self.foresight is not None:
             self.cache.begin(self.foresight.begin(chunk, phase))
 
     def release(self, chunk: Chunk) -> None:
         """Forget a chunk: nothing will ask for it again."""
-        self.kept.pop(chunk.index, None)
-        self.products.pop(chunk.index, None)
-        self.heads.pop(chunk.index, None)
+        if chunk.index in self.results:
+            self.results.pop(chunk.index).release()
         self.cache.release(chunk)
         if self.selector is not None:
             self.selector.release(chunk)
 
-
-def _num_bytes(*tensors: Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    def _bring_results(self, chunk: Chunk, phase: Phase) -> None:
+        """Those of the host, ahead of the recompute; beside a backward, the first of the chunk that comes next."""
+        if self.on_host is not None:
+            self.on_host.settle()
+            index = chunk.index if phase == "recompute" else chunk.index - 1
+            if index in self.results:
+                self.results[index].bring(recomputes=phase == "recompute")

@@ -1,4 +1,4 @@
-"""Host memory for the pages of a model: what is kept over steps, and the records of one stream."""
+"""Host memory for the pages of a model and for kept results: what stays over steps, and what one stream has there."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from oomb_accel.host import (
     host_budget,
     host_limits,
 )
+from oomb_accel.kept_on_host import BLOCK_BYTES, KeptOnHost
 from oomb_accel.pages import (
     CudaMover,
     HostMover,
@@ -70,16 +71,14 @@ class Offload:
         Raises:
             ValueError: naming a setting that would do.
         """
-        if self._budget is None:
-            limits = self._limits or host_limits()
-            self._budget = host_budget(self.host_memory_gib, limits, ranks_on_host=self.ranks_on_host)
+        budget = self._known_budget()
         made = in_slabs(num_bytes, slab_bytes_for(num_bytes, record_bytes))
         needed = made + self.host_bytes()["page_memory_used"]
-        if needed > self._budget:
+        if needed > budget:
             raise ValueError(
                 "The pages of this document need more host memory than they may have.\n"
                 f"  Needed: {gib_above(needed)} GiB beside those on the device; the limit is "
-                f"{gib_text(self._budget)} GiB (host_memory_gib={self.host_memory_gib}).\n"
+                f"{gib_text(budget)} GiB (host_memory_gib={self.host_memory_gib}).\n"
                 "  Set page_grad_dtype='bfloat16', page_dtype='float8' or, with sparse attention, page_budget; "
                 f"train on shorter documents, or set host_memory_gib={gib_above(needed)} where the machine has it."
             )
@@ -99,7 +98,6 @@ class Offload:
         """
         needed, slab_bytes = self.check(num_bytes, record_bytes), slab_bytes_for(num_bytes, record_bytes)
         arena = self.arena
-        assert self._budget is not None
         # A stream that waits for its backward has its pages in the arena that is there.
         if arena is None or (arena.slab_bytes < slab_bytes and arena.free_bytes == arena.num_bytes):
             if arena is not None:
@@ -107,7 +105,9 @@ class Offload:
             pinner = None
             if device.type == "cuda":
                 pinner = cuda_pinner(torch.cuda.current_device() if device.index is None else device.index)
-            arena = self.arena = HostArena(self._budget, slab_bytes=slab_bytes, pin=pinner is not None, pinner=pinner)
+            arena = self.arena = HostArena(
+                self._known_budget(), slab_bytes=slab_bytes, pin=pinner is not None, pinner=pinner
+            )
         if self.mover is None:  # it measures how copies are fastest: before threads fill the memory bus
             self.mover = CudaMover(device, pinned=self._is_pinned) if device.type == "cuda" else HostMover()
         try:
@@ -115,6 +115,46 @@ class Offload:
             arena.wait(needed)
         except HostMemoryError as error:
             raise ValueError(str(error)) from None
+
+    def spare_bytes(self) -> int:
+        """Host memory that may be taken beside what is in use."""
+        now, arena = host_limits(), self.arena
+        try:
+            budget = self._known_budget()
+        except ValueError:  # pages that need it will tell
+            return 0
+        there = max(0, now.available_bytes - now.margin_bytes) // self.ranks_on_host
+        slab_bytes = slab_bytes_for(there, BLOCK_BYTES)
+        if arena is not None:
+            there, slab_bytes = there + arena.free_bytes, max(slab_bytes, arena.slab_bytes)
+        spare = min(there, budget - self.host_bytes()["page_memory_used"])
+        return max(0, spare - 3 * slab_bytes)  # slabs are whole, and `check` and the arena round up
+
+    def kept_on_host(self, num_bytes: int, staging_bytes: int, device: torch.device) -> KeptOnHost | None:
+        """Host memory for results of one stream; None where it is refused, or would be too slow.
+
+        Args:
+            num_bytes: of all results, in blocks.
+            staging_bytes: device memory for results on their way.
+        """
+        try:
+            self.reserve(num_bytes, BLOCK_BYTES, device)
+        except ValueError:
+            return None
+        assert self.arena is not None and self.mover is not None
+        if device.type == "cuda" and not self.arena.pinned:  # the host would wait for each copy
+            return None
+        store = HostStore(self.arena, BLOCK_BYTES)
+        kept = KeptOnHost(store, self.mover, device, staging_bytes)
+        # What is on its way lives until the device has passed.
+        weakref.finalize(kept, _give_back, store, device, kept.leaving, kept.coming).atexit = False
+        return kept
+
+    def _known_budget(self) -> int:
+        if self._budget is None:
+            limits = self._limits or host_limits()
+            self._budget = host_budget(self.host_memory_gib, limits, ranks_on_host=self.ranks_on_host)
+        return self._budget
 
     def _is_pinned(self) -> bool:
         return self.arena is not None and self.arena.pinned
@@ -186,7 +226,7 @@ class StreamRecords:
         return self._room
 
 
-def _give_back(store: HostStore, device: torch.device) -> None:
+def _give_back(store: HostStore, device: torch.device, *_in_flight: object) -> None:
     """Slabs of records that nobody has any more. A step to its end has freed them; one that failed, or whose loss was
     dropped, may have copies in flight."""
     if store.num_bytes:

@@ -127,15 +127,15 @@ MUTATIONS = (
         for name, file, old, new in (
             (
                 "a kept product that somebody has changed",
-                "oomb_accel/integrations/fused_lora.py",
-                "fits and product.out._version == product.version",
-                "fits",
+                "oomb_accel/kept_results.py",
+                "result if versions == [tensor._version for tensor in result] else None",
+                "result",
             ),
             (
                 "kept products of calls in another order",
-                "oomb_accel/integrations/fused_lora.py",
-                "kept.pop(0)",
-                "kept.pop()",
+                "oomb_accel/kept_results.py",
+                ".popleft()",
+                ".pop()",
             ),
             ("x A^T of a kept product lost", "oomb_accel/integrations/fused_lora.py", "(known.xa,)", "(known.xa * 0,)"),
             (
@@ -147,14 +147,14 @@ MUTATIONS = (
             (
                 "the head's gradient is made and not kept",
                 "oomb_accel/integrations/step.py",
-                "            run.memory.heads[chunk.index] = gradient\n",
+                "            results.put(HEAD, *gradient)\n",
                 "            pass\n",
             ),
             (
                 "attention outputs before the head's gradient",
-                "oomb_accel/integrations/step_memory.py",
-                "spare -= bytes_per_token * sum(",
-                "spare -= 0 * sum(",
+                "oomb_accel/keep.py",
+                "device_bytes -= sum(",
+                "device_bytes -= 0 * sum(",
             ),
         )
     ),

@@ -16,8 +16,10 @@ import oomb_accel
 from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.integrations.fused_lora import _FusedLinears
-from oomb_accel.memory import Product, StreamMemory
+from oomb_accel.kept_results import Product
+from oomb_accel.memory import StreamMemory
 from tests.harness.batches import documents_of, padded
+from tests.harness.kept import num_kept
 from tests.harness.models import tiny_model, twin, with_lora
 from tests.harness.parity import check_parity, chunked, config, switched_on
 from tests.harness.sparse import sparse
@@ -85,7 +87,7 @@ def products_of(room: int, **settings: Any) -> dict[int, int]:
     begin = StreamMemory.begin
 
     def noted(memory: StreamMemory, *arguments: Any) -> None:
-        found.update(found or {index: len(layers) for index, layers in memory.products.items()})
+        found.update(found or num_kept(memory, "products"))
         begin(memory, *arguments)
 
     with patch.object(StreamMemory, "begin", noted), patch.object(step_memory, "_spare_bytes", lambda *_: room):
@@ -112,7 +114,7 @@ def test_nothing_is_kept_while_pages_leave() -> None:
 
     def noted(memory: StreamMemory, chunk: Any) -> None:
         seen.append(memory)
-        assert not memory.products and not memory.heads
+        assert not num_kept(memory, "products") and not num_kept(memory, "head")
         release(memory, chunk)
 
     with patch.object(StreamMemory, "release", noted):

@@ -19,6 +19,7 @@ from oomb_accel.integrations.own_head import own_head
 from oomb_accel.loss import head_gradient, known_log_probs, target_log_probs
 from oomb_accel.memory import StreamMemory
 from tests.harness.batches import documents_of, packed, padded
+from tests.harness.kept import num_kept
 from tests.harness.models import VOCABULARY, tiny_model, twin, with_lora
 from tests.harness.parity import assert_same_result, check_parity, chunked, config, reference, switched_on
 from tests.harness.sparse import sparse
@@ -147,8 +148,8 @@ def test_the_head_has_its_room_first() -> None:
 
     def noted(memory: StreamMemory, *arguments: Any) -> None:
         if not found:
-            assert not memory.kept
-            found.extend(memory.heads)
+            assert not num_kept(memory, "attention")
+            found.extend(sorted(num_kept(memory, "head"), reverse=True))
         begin(memory, *arguments)
 
     size = 16 * (4 * 64 + 4)

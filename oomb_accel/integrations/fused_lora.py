@@ -12,7 +12,7 @@ the backward each adds its ``dy W`` to the ``dx`` of the next, last layer first,
 layer that is called otherwise than its name suggests costs the host and the device what its siblings take, and nothing
 else.
 
-Outputs of layers that are run again in the backward sweep may be kept instead (`Products`): then their node has the
+Outputs of layers that are run again in the backward sweep may be kept instead (`ChunkResults`): then their node has the
 graph of the product without its arithmetic.
 
 Only where the result is PEFT's own: one active adapter of plain LoRA without dropout or biases, unmerged, on a frozen
@@ -41,7 +41,7 @@ from oomb_accel.integrations.float8_base import (
     float8_of,
 )
 from oomb_accel.integrations.support import is_plain_linear
-from oomb_accel.memory import Product, Products
+from oomb_accel.kept_results import ChunkResults, Product
 
 _PEFT_FORWARD = lora.Linear.forward
 
@@ -57,8 +57,8 @@ def fused_lora(
         siblings: groups of layers that share work when they are called with the same tensor, see `lora_siblings`.
 
     Returns:
-        Called with the products of the pass's chunk, or None where it keeps none: outputs of the layers named there are
-        kept from a pass without gradients for that with them.
+        Called with what is kept of the pass's chunk: outputs of the layers named there are kept from a pass without
+        gradients for that with them.
     """
     if lora.Linear.forward is not _PEFT_FORWARD:  # somebody has another idea of it
         layers = ()
@@ -67,11 +67,11 @@ def fused_lora(
     forwards = {layer: partial(calls.forward, layer) for layer in plain}
 
     @contextmanager
-    def active(products: Products | None = None) -> Iterator[None]:
+    def active(results: ChunkResults | None = None) -> Iterator[None]:
         fused = [layer for layer in plain if "forward" not in vars(layer)]
         for layer in fused:  # past nn.Module's __setattr__ and __delattr__: there are some 200 of them, in every pass
             vars(layer)["forward"] = forwards[layer]
-        calls.products = products
+        calls.results = results or ChunkResults()
         try:
             yield
         finally:
@@ -142,7 +142,7 @@ class _Calls:
         siblings: by layer, its group, with itself.
     """
 
-    products: Products | None = None
+    results = ChunkResults()
     """Of the chunk that is run."""
 
     def __init__(self, siblings: dict[Any, Sequence[Any]]) -> None:
@@ -166,20 +166,20 @@ class _Calls:
         group = self._group(layer, dtype, autocast, alone=state is None or x.shape[-1] != layer.in_features)
         if group is None:
             return lora.Linear.forward(layer, x)
-        kept = self.products.get(layer) if self.products is not None and len(group.layers) == 1 else None
+        keeps = len(group.layers) == 1 and self.results.keeps(layer)
         if torch.is_grad_enabled():
-            known = _taken(kept, x, dtype) if kept else None
+            known = _taken(self.results, layer, x, dtype) if keeps else None
             out, *others = _FusedLinears.apply(x, dtype, group, known, *group.parameters)
         else:  # a node of the graph takes the host longer than most operations
             (out, *others), xas = _outputs(_in(dtype, x), group.weights(dtype), group)
-            if kept is not None and not out.is_inference():
-                kept.append(Product(out, xas[0], out._version))
+            if keeps and not out.is_inference():
+                self.results.put(layer, out, xas[0])
         self._shared = _Shared(x, state, dict(zip(group.layers[1:], others, strict=True))) if others else None
         return out
 
     def forget(self) -> None:
         """The pass is over."""
-        self._shared = self.products = None
+        self._shared, self.results = None, ChunkResults()
 
     def _group(self, layer: Any, dtype: torch.dtype, autocast: bool, *, alone: bool) -> _Group | None:
         """None where PEFT has to run the layer."""
@@ -232,11 +232,14 @@ def _parts(layer: Any, dtype: torch.dtype, autocast: bool) -> _Parts | None:
     return _Parts(weight_OI, bias_O, float8, scale, b_OR, a_RI, copied_b_OR, copied_b_OR.t(), unread)
 
 
-def _taken(kept: list[Product], x: Tensor, dtype: torch.dtype) -> Product | None:
-    """The oldest of these products, if it is that of such an input and nobody has changed it."""
-    product = kept.pop(0)
+def _taken(results: ChunkResults, layer: Any, x: Tensor, dtype: torch.dtype) -> Product | None:
+    """The oldest product of this layer that is kept, if it is that of such an input."""
+    kept = results.take(layer)
+    if kept is None:
+        return None
+    product = Product(*kept)
     fits = product.out.shape[:-1] == x.shape[:-1] and product.out.dtype == dtype
-    return product if fits and product.out._version == product.version else None
+    return product if fits else None
 
 
 def _in(dtype: torch.dtype, x: Any) -> Any:

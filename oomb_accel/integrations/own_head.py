@@ -23,8 +23,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from oomb_accel.integrations.agreement import is_partitioned
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.support import is_plain_linear
+from oomb_accel.kept_results import HeadGradient
 from oomb_accel.loss import head_gradient, known_log_probs
-from oomb_accel.memory import HeadGradient
 
 _NUM_TOKENS = 2
 """Of the trial call."""
@@ -53,7 +53,7 @@ class HeadPass:
 
     Args:
         targets_N: of the chunk.
-        known: what was kept of the chunk's first pass.
+        known: gives what was kept of the chunk's first pass, when the head is called.
         on_logits: is shown the logits ``[N, V]``, where they are made.
     """
 
@@ -61,11 +61,11 @@ class HeadPass:
         self,
         head: nn.Linear,
         targets_N: Tensor,
-        known: HeadGradient | None,
+        known: Callable[[], HeadGradient | None],
         on_logits: Callable[[Tensor], None] | None,
     ) -> None:
-        self._head, self._targets_N, self._on_logits = head, targets_N, on_logits
-        self._gradient = known
+        self._head, self._targets_N, self._known, self._on_logits = head, targets_N, known, on_logits
+        self._gradient: HeadGradient | None = None
         self._h: Tensor | None = None
 
     @contextmanager
@@ -93,6 +93,8 @@ class HeadPass:
 
     @torch.compiler.disable  # around it a user may compile
     def _forward(self, h_1ND: Tensor) -> Tensor:
+        if self._gradient is None:
+            self._gradient = self._known()
         if self._gradient is None:
             make = nn.Linear.forward.__get__(self._head)
             self._gradient = head_gradient(make, h_1ND.detach().squeeze(0), self._targets_N, self._on_logits)

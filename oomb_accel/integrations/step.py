@@ -34,6 +34,7 @@ from oomb_accel.integrations.support import (
 from oomb_accel.integrations.trl import FUSED_HEAD_KEYWORD, FusedHeadOutput, TargetStatistics, check_fused_head
 from oomb_accel.integrations.versions import check_versions
 from oomb_accel.integrations.zero3_release import released_after_use
+from oomb_accel.kept_results import HEAD, HeadGradient
 from oomb_accel.loss import target_log_probs
 from oomb_accel.memory import StreamMemory
 from oomb_accel.pages import PagedKVCache
@@ -232,10 +233,14 @@ def _chunk_model(
             if statistics is not None and run.sweep == "forward":
                 statistics.record(logits_NV, stream.targets_N[targets], chunk.first_target)
 
-        keeps = chunk.index in run.memory.heads
-        head_pass = None
-        if head is not None and (keeps or torch.is_grad_enabled()):
-            head_pass = HeadPass(head, stream.targets_N[targets], run.memory.heads.get(chunk.index), record)
+        results, head_pass = run.results, None
+        if head is not None and (results.keeps(HEAD) or torch.is_grad_enabled()):
+
+            def known() -> HeadGradient | None:
+                kept = results.take(HEAD)
+                return None if kept is None else HeadGradient(*kept)
+
+            head_pass = HeadPass(head, stream.targets_N[targets], known, record)
         rope_segments = [(s.num_tokens, stream.document_tokens[s.document]) for s in chunk.segments]
         with state.rope.segments(rope_segments), nullcontext() if head_pass is None else head_pass.active():
             output = call(
@@ -258,8 +263,8 @@ def _chunk_model(
             record(output.logits.squeeze(0))
             return target_log_probs(output.logits.squeeze(0), stream.targets_N[targets])
         log_probs_N, gradient = head_pass.log_probs(output.logits)
-        if keeps:
-            run.memory.heads[chunk.index] = gradient
+        if run.sweep == "forward":
+            results.put(HEAD, *gradient)
         return log_probs_N
 
     return run_chunk
@@ -287,7 +292,7 @@ def _caller_modes(state: Attachment, device: torch.device) -> Callable[[ChunkPas
             _without_input_casts(lora_layers if enabled else ()),
             released(),
             in_float8(),
-            fused(run.products),
+            fused(run.results),
         ):
             yield
 

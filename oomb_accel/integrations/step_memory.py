@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from oomb_accel.foresight import Foresight
 from oomb_accel.integrations.agreement import is_partitioned
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.support import compute_dtype, gathered_bytes, whole_numel
-from oomb_accel.keep import chunks_to_keep, free_bytes
+from oomb_accel.keep import KeptChunks, ResultKind, free_bytes, place_results
+from oomb_accel.kept_on_host import ChunkOnHost
+from oomb_accel.kept_results import HEAD, ChunkResults
 from oomb_accel.memory import StreamMemory
 from oomb_accel.offload import StreamRecords
 from oomb_accel.pages import PagedKVCache, PageRooms, PageShape, PassNeeds, divide, working_bytes
@@ -25,16 +27,6 @@ from oomb_accel.progress import GIB
 from oomb_accel.schedule import Chunk, ChunkSchedule
 from oomb_accel.setting_text import dtype_name
 from oomb_kernels import backward_workspace_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class KeptChunks:
-    """Chunks of which something is kept from the forward sweep, so that the backward sweep need not make it again: the
-    gradient of the head, attention outputs, and outputs of these linear layers."""
-
-    heads: frozenset[int] = frozenset()
-    outputs: frozenset[int] = frozenset()
-    products: Mapping[int, Sequence[Any]] = field(default_factory=dict)
 
 
 def stream_memory(
@@ -52,14 +44,24 @@ def stream_memory(
     shape = state.page_shape(sparse=selector is not None)
     records = foresight = None
     if rooms is not None:
-        foresight = Foresight(shape, schedule, selector, span_pages=state.span_pages, skipped=kept.outputs)
+        skipped = frozenset(index for index, keys in kept.on_device.items() if 0 in keys)
+        foresight = Foresight(shape, schedule, selector, span_pages=state.span_pages, skipped=skipped)
         records = StreamRecords(state.offload, shape, schedule, rooms, foresight, device)
+    on_host = None
+    if kept.on_host:
+        on_host = state.offload.kept_on_host(kept.host_bytes, kept.staging_bytes, device)
+    results = {
+        index: ChunkResults(
+            kept.on_device.get(index, ()),
+            ChunkOnHost(kept.on_host[index], on_host) if on_host is not None and index in kept.on_host else None,
+        )
+        for index in {*kept.on_device, *kept.on_host}
+    }
     return StreamMemory(
         PagedKVCache(shape, schedule, device, records),
         selector,
-        kept={index: {} for index in kept.outputs},
-        products={index: {layer: [] for layer in layers} for index, layers in kept.products.items()},
-        heads=dict.fromkeys(kept.heads),
+        results=results,
+        on_host=on_host,
         foresight=foresight,
         rooms=rooms,
     )
@@ -74,8 +76,8 @@ def kept_chunks(
     head: nn.Linear | None,
     keep_last_graph: bool,
 ) -> KeptChunks:
-    """What is kept, by setting and free memory: what saves most for its bytes has its room first. While pages have to
-    leave the device, it has none to spare.
+    """What is kept, by setting and free memory. While pages have to leave the device, it has none to spare, and their
+    copies have the bus.
 
     Args:
         head: where its gradient can be kept.
@@ -84,29 +86,34 @@ def kept_chunks(
     if wanted is False or not torch.is_grad_enabled():
         return KeptChunks()
     chunks = _run_again(schedule, keep_last_graph)
-    everything = frozenset(chunk.index for chunk in chunks) if wanted is True else frozenset[int]()
-    if rooms is not None:
-        return KeptChunks(outputs=everything)
-    spare = _spare_bytes(state, schedule, device)
+    kinds, attention = _result_kinds(state, head, dtype), _attention_kind(state, dtype)
+    wanted_bytes = 0
+    if wanted is True:
+        wanted_bytes = sum(attention.device_bytes(chunk) for chunk in chunks)
+        kinds.remove(attention)
+    found = KeptChunks()
+    if rooms is None:
+        spare = _spare_bytes(state, schedule, device) - wanted_bytes
+        found = place_results(kinds, chunks, spare, _host_spare_bytes(state, device))
+    if wanted is True:
+        everything = {chunk.index: [*attention.keys, *found.on_device.get(chunk.index, ())] for chunk in chunks}
+        found = replace(found, on_device=everything)
+    return found
 
-    def fitting(bytes_per_token: int) -> frozenset[int]:
-        nonlocal spare
-        kept = chunks_to_keep(chunks, bytes_per_token, spare)
-        spare -= bytes_per_token * sum(schedule.chunks[index].num_tokens for index in kept)
-        return kept
 
-    of_outputs = _output_bytes(state, dtype)
-    spare -= of_outputs * sum(schedule.chunks[index].num_tokens for index in everything)
-    of_head = 0 if head is None else head_gradient_bytes(head.in_features, dtype.itemsize)
-    heads = fitting(of_head) if of_head else frozenset[int]()
-    outputs = everything if wanted is True else fitting(of_outputs)
-    products = dict[int, list[Any]]()
+def _result_kinds(state: Attachment, head: nn.Linear | None, dtype: torch.dtype) -> list[ResultKind]:
+    """What can be kept; what saves most for its bytes first."""
+    kinds = [_attention_kind(state, dtype)]
+    if head is not None:
+        kinds.insert(0, ResultKind((HEAD,), head_gradient_bytes(head.in_features, dtype.itemsize)))
     # A hook might change an output unseen: of writing to its data, as of a kernel's, a tensor does not tell.
-    unwatched = ([end for end in ends if not end._forward_hooks] for ends in state.block_ends)
-    for ends in filter(None, unwatched):
-        for index in fitting(sum(_product_bytes(end, dtype) for end in ends)):
-            products.setdefault(index, []).extend(ends)
-    return KeptChunks(heads, outputs, products)
+    unwatched = (tuple(end for end in ends if not end._forward_hooks) for ends in state.block_ends)
+    kinds += [ResultKind(ends, sum(_product_bytes(end, dtype) for end in ends)) for ends in unwatched if ends]
+    return kinds
+
+
+def _attention_kind(state: Attachment, dtype: torch.dtype) -> ResultKind:
+    return ResultKind(tuple(range(state.facts.num_layers)), _output_bytes(state, dtype))
 
 
 def divide_pages(state: Attachment, schedule: ChunkSchedule, device: torch.device) -> PageRooms | None:
@@ -283,3 +290,8 @@ def _spare_bytes(state: Attachment, schedule: ChunkSchedule, device: torch.devic
     dtype = compute_dtype(state.base, device)
     pages = state.page_shape(sparse=bool(state.sparse_layers)).num_bytes(schedule, dtype)
     return free_bytes(device) - pages - _other_bytes(state, schedule, dtype)
+
+
+def _host_spare_bytes(state: Attachment, device: torch.device) -> int:
+    """Host memory for results. Without a GPU it is the device's own."""
+    return state.offload.spare_bytes() if device.type == "cuda" and state.config.offload is not False else 0

@@ -5,7 +5,7 @@ from oomb_accel.pages.ahead import Need
 from oomb_accel.pages.cache import PagedKVCache
 from oomb_accel.pages.host_room import HostRoom
 from oomb_accel.pages.least_worth import Places, Worths
-from oomb_accel.pages.mover import CudaMover, HostMover, PageMover
+from oomb_accel.pages.mover import CudaMover, HostMover, Mark, PageMover
 from oomb_accel.pages.pool import PagePool
 from oomb_accel.pages.room import DeviceRoom, Kind, PageRooms, PassNeeds, divide, working_bytes
 from oomb_accel.pages.shape import PageShape
@@ -19,6 +19,7 @@ __all__ = [
     "HostMover",
     "HostRoom",
     "Kind",
+    "Mark",
     "Need",
     "PageMover",
     "PagePool",

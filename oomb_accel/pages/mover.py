@@ -151,7 +151,8 @@ class CudaMover:
         to_device: bool,
     ) -> Mark:
         self._order(stream, after)
-        method = self._method if self._pinned() else "loop"
+        # A record by itself is for the copy engine, and may have any size.
+        method = self._method if self._pinned() and len(sources) > 1 else "loop"
         used = copy_records(
             sources, targets, record_bytes, to_device=to_device, device=self._device, method=method, stream=stream
         )

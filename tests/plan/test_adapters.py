@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from oomb_accel.cli import estimate as command
+from oomb_accel.kept_results import HEAD
 from oomb_accel.memory import StreamMemory
 from oomb_accel.plan import Adapters, Job, estimate, read_shape
 from oomb_accel.training import Recipe
@@ -43,8 +44,10 @@ def test_what_is_kept_is_what_the_engine_keeps(settings: dict[str, Any], monkeyp
     release = StreamMemory.release
 
     def noted(memory: StreamMemory, chunk: Any) -> None:
-        heads.update(index for index, kept in memory.heads.items() if kept is not None)
-        ends.update(names[layer] for layers in memory.products.values() for layer, kept in layers.items() if kept)
+        for index, results in memory.results.items():
+            here: set[Any] = {key for key, kept in results._here.items() if kept}
+            heads.update({index} if HEAD in here else ())
+            ends.update(names[key] for key in here if key in names)
         release(memory, chunk)
 
     monkeypatch.setattr(StreamMemory, "release", noted)

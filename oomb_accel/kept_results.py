@@ -1,0 +1,93 @@
+"""Results of the forward sweep that a chunk's recompute takes instead of making them again.
+
+A key names what makes a result: a layer's number its attention, a linear layer its product, `HEAD` the head. It may
+make several for one chunk; they are taken in the order in which they came.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from oomb_accel.kept_on_host import ChunkOnHost
+
+Key: TypeAlias = Hashable
+HEAD: Key = "head"
+
+
+class Product(NamedTuple):
+    """What a linear layer with LoRA has computed."""
+
+    out: Tensor
+    """``[..., O]``"""
+    xa: Tensor
+    """``x A^T``, ``[T, R]``."""
+
+
+class HeadGradient(NamedTuple):
+    """Log-probabilities of targets, and their gradients with respect to what the head reads."""
+
+    log_probs_N: Tensor
+    """fp32, fp64 for fp64 logits."""
+    gradient_ND: Tensor
+    """In the dtype of logits."""
+
+
+class ChunkResults:
+    """What is kept of one chunk.
+
+    Args:
+        on_device: keys of results that stay on the device.
+        on_host: takes the others; None where there are none.
+    """
+
+    def __init__(self, on_device: Collection[Key] = (), on_host: ChunkOnHost | None = None) -> None:
+        self.on_device, self.on_host = frozenset(on_device), on_host
+        self._here: dict[Key, deque[tuple[tuple[Tensor, ...], list[int]]]] = {}
+        """Results, and the version of each tensor: somebody may change it in place."""
+        self.device_bytes = 0
+        """Of results that stay on the device."""
+
+    def keeps(self, key: Key) -> bool:
+        """Whether results under this key are kept."""
+        return key in self.on_device or (self.on_host is not None and key in self.on_host.keys)
+
+    def put(self, key: Key, *result: Tensor) -> None:
+        """Keep a result, if those under this key are. What makes it may be asked again within the recompute: then it
+        stays on the device."""
+        if self.on_host is not None and key in self.on_host.keys and not self.on_host.returns:
+            self.on_host.send(key, result)
+        elif self.keeps(key):
+            self._here.setdefault(key, deque()).append((result, [tensor._version for tensor in result]))
+            self.device_bytes += _num_bytes(result)
+
+    def take(self, key: Key) -> tuple[Tensor, ...] | None:
+        """The oldest result under this key, which is kept no longer; None where there is none, or somebody has changed
+        it."""
+        if not self._here.get(key):
+            return None if self.on_host is None else self.on_host.take(key)
+        result, versions = self._here[key].popleft()
+        self.device_bytes -= _num_bytes(result)
+        return result if versions == [tensor._version for tensor in result] else None
+
+    def bring(self, *, recomputes: bool) -> None:
+        """Begin to bring from the host what is taken first.
+
+        Args:
+            recomputes: whether the recompute begins; otherwise it comes next.
+        """
+        if self.on_host is not None:
+            self.on_host.returns = recomputes
+            self.on_host.bring()
+
+    def release(self) -> None:
+        """The chunk is done with."""
+        if self.on_host is not None:
+            self.on_host.release()
+
+
+def _num_bytes(result: tuple[Tensor, ...]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in result)
