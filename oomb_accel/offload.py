@@ -96,7 +96,14 @@ class Offload:
         Raises:
             ValueError: it is more than the setting or the machine allows, or the system has refused it.
         """
-        needed, slab_bytes = self.check(num_bytes, record_bytes), slab_bytes_for(num_bytes, record_bytes)
+        needed = self.check(num_bytes, record_bytes)
+        try:
+            self._make(needed, slab_bytes_for(num_bytes, record_bytes), device)
+        except HostMemoryError as error:
+            raise ValueError(str(error)) from None
+
+    def _make(self, needed: int, slab_bytes: int, device: torch.device) -> None:
+        """Have so much host memory made, in slabs of this size if there are none."""
         arena = self.arena
         # A stream that waits for its backward has its pages in the arena that is there.
         if arena is None or (arena.slab_bytes < slab_bytes and arena.free_bytes == arena.num_bytes):
@@ -110,25 +117,21 @@ class Offload:
             )
         if self.mover is None:  # it measures how copies are fastest: before threads fill the memory bus
             self.mover = CudaMover(device, pinned=self._is_pinned) if device.type == "cuda" else HostMover()
-        try:
-            arena.reserve(needed)
-            arena.wait(needed)
-        except HostMemoryError as error:
-            raise ValueError(str(error)) from None
+        arena.reserve(needed)
+        arena.wait(needed)
 
     def spare_bytes(self) -> int:
-        """Host memory that may be taken beside what is in use."""
+        """Host memory that results may take beside what is in use, in whole slabs."""
         now, arena = host_limits(), self.arena
         try:
             budget = self._known_budget()
         except ValueError:  # pages that need it will tell
             return 0
         there = max(0, now.available_bytes - now.margin_bytes) // self.ranks_on_host
-        slab_bytes = slab_bytes_for(there, BLOCK_BYTES)
-        if arena is not None:
-            there, slab_bytes = there + arena.free_bytes, max(slab_bytes, arena.slab_bytes)
+        there += 0 if arena is None else arena.free_bytes
         spare = min(there, budget - self.host_bytes()["page_memory_used"])
-        return max(0, spare - 3 * slab_bytes)  # slabs are whole, and `check` and the arena round up
+        slab_bytes = max(slab_bytes_for(spare, BLOCK_BYTES), 0 if arena is None else arena.slab_bytes)
+        return max(0, spare // slab_bytes * slab_bytes)
 
     def kept_on_host(self, num_bytes: int, staging_bytes: int, device: torch.device) -> KeptOnHost | None:
         """Host memory for results of one stream; None where it is refused, or would be too slow.
@@ -138,8 +141,9 @@ class Offload:
             staging_bytes: device memory for results on their way.
         """
         try:
-            self.reserve(num_bytes, BLOCK_BYTES, device)
-        except ValueError:
+            used = self.host_bytes()["page_memory_used"]
+            self._make(used + num_bytes, slab_bytes_for(num_bytes, BLOCK_BYTES), device)
+        except HostMemoryError:
             return None
         assert self.arena is not None and self.mover is not None
         if device.type == "cuda" and not self.arena.pinned:  # the host would wait for each copy
@@ -147,7 +151,7 @@ class Offload:
         store = HostStore(self.arena, BLOCK_BYTES)
         kept = KeptOnHost(store, self.mover, device, staging_bytes)
         # What is on its way lives until the device has passed.
-        weakref.finalize(kept, _give_back, store, device, kept.leaving, kept.coming).atexit = False
+        weakref.finalize(kept, _give_back, store, self.mover, kept.leaving, kept.coming).atexit = False
         return kept
 
     def _known_budget(self) -> int:
@@ -218,19 +222,18 @@ class StreamRecords:
     def _host_room(self, dtype: torch.dtype) -> HostRoom:
         """The stream's, with slots for the smallest records. Values come first, of this dtype."""
         if self._room is None:
-            assert self.offload.arena is not None, "host memory was reserved"
+            assert self.offload.arena is not None and self.offload.mover is not None, "host memory was reserved"
             smallest = min(self.shape.slot_bytes(dtype), self.shape.slot_bytes(self.shape.grad_dtype))
             store = HostStore(self.offload.arena, smallest)
             self._room = HostRoom(store)
-            weakref.finalize(self._room, _give_back, store, self.device).atexit = False
+            weakref.finalize(self._room, _give_back, store, self.offload.mover).atexit = False
         return self._room
 
 
-def _give_back(store: HostStore, device: torch.device, *_in_flight: object) -> None:
+def _give_back(store: HostStore, mover: PageMover, *_in_flight: object) -> None:
     """Slabs of records that nobody has any more. A step to its end has freed them; one that failed, or whose loss was
     dropped, may have copies in flight."""
     if store.num_bytes:
-        if device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # after a failure of the device itself there are no copies
-                torch.cuda.synchronize(device)
+        with contextlib.suppress(RuntimeError):  # after a failure of the device itself there are no copies
+            mover.synchronize()
         store.close()

@@ -1,7 +1,7 @@
 """Moving records between device and host memory, apart from which and when.
 
 A mark stands for a moment on one of three streams: the one that computes, and one for each direction of copying. Work
-that must come behind it is given the mark. The host waits for the device nowhere here.
+that must come behind it is given the mark. The host waits for the device nowhere here, but where it is told to.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ class PageMover(Protocol):
         """Have the computing stream run a kernel that is given a few numbers, int32 ``[number of rows, M]``. They do
         not queue behind uploads."""
 
+    def synchronize(self) -> None:
+        """The host waits for all copies: for a stream that came to no end."""
+
     def guard(self, storage: Tensor) -> None:
         """Nobody else gets this memory, once it is dropped, before the copies in flight have passed."""
 
@@ -80,6 +83,9 @@ class HostMover:
 
     def launch(self, kernel: Callable[[Tensor], None], *rows: npt.NDArray[np.integer]) -> None:
         kernel(torch.from_numpy(np.stack(rows).astype(np.int32)))
+
+    def synchronize(self) -> None:
+        return None
 
     def guard(self, storage: Tensor) -> None:
         return None
@@ -135,6 +141,10 @@ class CudaMover:
 
     def launch(self, kernel: Callable[[Tensor], None], *rows: npt.NDArray[np.integer]) -> None:
         self._numbers.launch(kernel, *rows)
+
+    def synchronize(self) -> None:
+        self._up.synchronize()
+        self._down.synchronize()
 
     def guard(self, storage: Tensor) -> None:
         storage.record_stream(self._up)
