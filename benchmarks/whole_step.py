@@ -37,7 +37,11 @@ SIDES: dict[str, dict[str, Any]] = {
         )
         for top_k in (16, 32, 64)
         for base in ("", "-float8")
-        for suffix, settings in (("", dict(keep_outputs="auto")), ("-no-kept", dict(keep_outputs=False)))
+        for suffix, settings in (
+            ("", dict(keep_outputs="auto")),
+            ("-no-kept", dict(keep_outputs=False)),
+            ("-on-device", dict(offload=False)),
+        )
     },
     "peer": {},
     "peer-offload": {},

@@ -60,15 +60,19 @@ class KeptOnHost:
     Args:
         store: of blocks.
         device_bytes: for tensors on their way, in either direction.
+        host_bytes: that were reserved.
     """
 
-    def __init__(self, store: HostStore, mover: PageMover, device: torch.device, device_bytes: int) -> None:
+    def __init__(
+        self, store: HostStore, mover: PageMover, device: torch.device, device_bytes: int, host_bytes: int
+    ) -> None:
         assert store.record_bytes == BLOCK_BYTES
         self._store, self._mover, self._device, self._most_bytes = store, mover, device, device_bytes
         self.leaving: deque[tuple[_Result, list[Tensor], list[int]]] = deque()
         """What is being copied down, and versions; the oldest first."""
         self.coming: dict[int, _Result] = {}
         """What was brought and not asked for, by identity."""
+        self.host_bytes = host_bytes
         self.device_bytes = 0
         """Of both."""
 

@@ -11,7 +11,7 @@ All sizes are bytes. ``memory.jsonl`` has one JSON object per line with these ke
     device                           by tier, see `DEVICE_TIERS`
     allocated, peak, reserved        of torch's allocator: now, most since the sample before, and taken from the device
     host                             by tier, see `HOST_TIERS`
-    copied                           pages moved "up" to the device and "down" to the host since the run was started
+    copied                           pages and outputs moved "up" to the device and "down" to the host since the run began
     waited                           seconds that the device stood still for these copies since the run was started
 
 Without CUDA there is no allocator to ask: then ``allocated``, ``peak``, ``reserved`` and the activations are left out.
@@ -49,14 +49,14 @@ DEVICE_TIERS = {
 one is everything that torch has counted beside the others."""
 
 HOST_TIERS = {
-    "page_memory_used": "for pages, in use",
-    "page_memory": "for pages",
+    "page_memory_used": "for pages and outputs, in use",
+    "page_memory": "for pages and outputs",
     "pinned": "pinned",
     "pageable": "pageable",
     "process": "the whole process, in steps",
 }
-"""Names of the tiers in host memory. The process is what is pinned, all of it for pages, and what is pageable; where
-pinning was refused, pages are in pageable memory."""
+"""Names of the tiers in host memory. The process is what is pinned, all of it for pages and kept outputs, and what
+is pageable; where pinning was refused, pages are in pageable memory."""
 
 LINES_PER_STREAM = 4000
 """Most lines about both sweeps over one stream; of more chunks, neighbours share lines."""
@@ -93,7 +93,7 @@ class MemorySources:
     host: Callable[[], Mapping[str, int]]
     """Tiers in host memory, without the process."""
     copied: Callable[[], Mapping[str, int]]
-    """Pages moved so far, ``"up"`` and ``"down"``."""
+    """Pages and kept outputs moved so far, ``"up"`` and ``"down"``."""
     waited: Callable[[], float] = lambda: 0.0
     """Seconds that the device stood still for copies so far."""
 
@@ -107,7 +107,8 @@ class MemoryReport:
         step: number of the optimizer step that samples belong to. Whoever knows it sets it; otherwise every stream
             counts as a step.
         peaks: of every tier so far, by its name; ``"allocated"`` and ``"reserved"`` are torch's.
-        copied: bytes of pages moved ``"up"`` to the device and ``"down"`` to the host, as of the last sample.
+        copied: bytes of pages and outputs moved ``"up"`` to the device and ``"down"`` to the host, as of the last
+            sample.
         waited: seconds that the device stood still for copies, as of the last sample.
     """
 
@@ -330,7 +331,7 @@ def peak_table(peaks: Mapping[str, Peak], copied: Mapping[str, int], waited: flo
     """The peaks in GiB, a row per tier, and when each was.
 
     Args:
-        copied: pages moved ``"up"`` and ``"down"``; no row where nothing was moved.
+        copied: pages and kept outputs moved ``"up"`` and ``"down"``; no row where nothing was moved.
         waited: seconds that the device stood still for that.
     """
     rows = [("peak memory, GiB", "", "when")]
@@ -339,7 +340,7 @@ def peak_table(peaks: Mapping[str, Peak], copied: Mapping[str, int], waited: flo
     names |= {name: f"host, {words}" for name, words in HOST_TIERS.items()}
     rows += [(words, gib(peaks[name].num_bytes), peaks[name].when) for name, words in names.items() if name in peaks]
     if any(copied.values()):
-        rows += [(f"pages copied to the {place}", gib(copied[way]), "in all") for way, place in _WAYS.items()]
+        rows += [(f"copied to the {place}", gib(copied[way]), "in all") for way, place in _WAYS.items()]
         rows.append(("GPU waited for copies, s", f"{waited:,.2f}", "in all"))
     return aligned(rows, left=(0, 2))
 

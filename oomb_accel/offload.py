@@ -149,7 +149,7 @@ class Offload:
         if device.type == "cuda" and not self.arena.pinned:  # the host would wait for each copy
             return None
         store = HostStore(self.arena, BLOCK_BYTES)
-        kept = KeptOnHost(store, self.mover, device, staging_bytes)
+        kept = KeptOnHost(store, self.mover, device, staging_bytes, num_bytes)
         # What is on its way lives until the device has passed.
         weakref.finalize(kept, _give_back, store, self.mover, kept.leaving, kept.coming).atexit = False
         return kept
@@ -164,7 +164,7 @@ class Offload:
         return self.arena is not None and self.arena.pinned
 
     def host_bytes(self) -> dict[str, int]:
-        """Host memory for pages: what there is, what of it is in use, and what is pinned."""
+        """Host memory for pages and kept results: what there is, what of it is in use, and what is pinned."""
         arena = self.arena
         if arena is None:
             return {"page_memory_used": 0, "page_memory": 0, "pinned": 0}
@@ -176,7 +176,7 @@ class Offload:
         }
 
     def copied_bytes(self) -> dict[str, int]:
-        """Of pages copied so far, ``"up"`` to the device and ``"down"`` to the host."""
+        """Of pages and kept results copied so far, ``"up"`` to the device and ``"down"`` to the host."""
         return {"up": 0, "down": 0} if self.mover is None else dict(self.mover.num_bytes)
 
     def waited_seconds(self) -> float:

@@ -29,9 +29,11 @@ SETTINGS: dict[str, OombConfig] = {
 }
 
 
-def two_steps(settings: OombConfig, num_tokens: int, **changes: Any) -> tuple[list[Tensor], dict[str, int] | None]:
+def two_steps(
+    settings: OombConfig, num_tokens: int, model: Any = None, **changes: Any
+) -> tuple[list[Tensor], dict[str, int] | None]:
     """Loss and gradients of two steps, and bytes copied."""
-    model = gpu_model("qwen2 7:1 d128", num_hidden_layers=6).bfloat16()
+    model = model or gpu_model("qwen2 7:1 d128", num_hidden_layers=6).bfloat16()
     oomb_accel.enable(model, dataclasses.replace(settings, **changes))
     ids = torch.randint(0, 100, (1, num_tokens), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     found = []
@@ -52,14 +54,14 @@ def test_offload_changes_no_bit(settings: str, delays: bool, monkeypatch: pytest
     wanted, nothing = two_steps(SETTINGS[settings], 9000)
     assert nothing is None
     if delays:
-        _delay_copies(monkeypatch)
+        delay_copies(monkeypatch)
     found, copied = two_steps(SETTINGS[settings], 9000, offload=True)
     assert copied is not None and min(copied.values()) > 2**20
     for ours, theirs in zip(found, wanted, strict=True):
         assert_same_bits(ours, theirs)
 
 
-def _delay_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def delay_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every few copies their stream sleeps for up to milliseconds first."""
     chance = random.Random(0)
     original = CudaMover._order

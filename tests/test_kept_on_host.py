@@ -447,7 +447,7 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 @pytest.fixture
 def host() -> Iterator[tuple[KeptOnHost, LateMover]]:
     mover, store = LateMover(seed=1), plain_store(BLOCK_BYTES, records_per_slab=4)
-    kept = KeptOnHost(store, mover, torch.device("cpu"), 1000)
+    kept = KeptOnHost(store, mover, torch.device("cpu"), 1000, 0)
     yield kept, mover
     assert kept.device_bytes == 0 and not kept.leaving and not kept.coming and store.num_records == 0
 

@@ -205,8 +205,8 @@ def _host(axes: Axes, ends: Sequence[float], lines: Sequence[Line]) -> None:
     unit, name = _unit(max(line["host"]["process"] for line in lines))
     for key, label, color, dashes in (
         ("process", "whole process", _DARK, "-"),
-        ("page_memory", "for pages", _BLUE, "--"),
-        ("page_memory_used", "for pages, in use", _BLUE, "-"),
+        ("page_memory", "for pages and outputs", _BLUE, "--"),
+        ("page_memory_used", "for pages and outputs, in use", _BLUE, "-"),
     ):
         sizes = [line["host"][key] / unit for line in lines]
         if any(sizes):

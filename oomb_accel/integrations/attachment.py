@@ -91,7 +91,7 @@ class Attachment:
     sparse_layers: frozenset[int] = field(init=False)
     """Layers that select pages; none with dense attention."""
     offload: Offload = field(init=False)
-    """Host memory for pages, made when it is needed."""
+    """Host memory for pages and kept results, made when it is needed."""
     rope: DocumentRope = field(init=False)
     meter: ActivationMeter = field(init=False)
     checkpointed: tuple[nn.Module, ...] = field(init=False)

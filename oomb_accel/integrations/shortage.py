@@ -48,7 +48,7 @@ class Shortage:
     longest_chunk: int
     """Tokens."""
     host: Mapping[str, int]
-    """Host memory for pages: ``used``, ``limit`` and ``spare``, which is what they could still take."""
+    """Host memory for pages and kept outputs: ``used``, ``limit`` and ``spare``, what they could still take."""
     config: OombConfig
     float8_base: int = 0
     """Of frozen weights in 8 bits."""
@@ -92,7 +92,7 @@ def _device_text(error: BaseException, shortage: Shortage) -> str:
     return (
         f"The {place} ran out of memory in the {_place(shortage)}.\n"
         f"  {_first_sentences(str(error))} {wanted}{_gib(shortage.free)} of {_gib(shortage.total)} GiB are free; "
-        f"{_held(shortage)}; host memory for pages: {_gib(shortage.host['used'])} of at most "
+        f"{_held(shortage)}; host memory for pages and outputs: {_gib(shortage.host['used'])} of at most "
         f"{_gib(shortage.host['limit'])} GiB.\n"
         f"  {_remedy(shortage, asked)} {_UNHARMED}"
     )

@@ -132,6 +132,9 @@ def _say_where_pages_lie(
             f"{_size(here['gradients'])} of {_size(whole['gradients'])}; on the host up to "
             f"{_size(memory.rooms.host_bytes)}, {kind}"
         )
+    if memory.on_host is not None:
+        place += ", outputs in host memory"
+        where += f"; kept outputs on the host up to {_size(memory.on_host.host_bytes)}"
     state.pages = f"{where} ({schedule.num_tokens:,} tokens)"
     if place not in state.pages_said:
         state.pages_said.add(place)

@@ -34,6 +34,19 @@ def test_it_is_in_the_banner_of_the_first_step(capsys: pytest.CaptureFixture[str
     assert line == (f"  pages      all on the device: K and V {WHOLE:.3g} MiB, gradients {WHOLE:.3g} MiB (100 tokens)")
 
 
+def test_outputs_in_host_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oomb_accel.integrations.step_memory._spare_bytes", lambda *rest: 50_000)
+    model, room = tiny_model(), [0]
+    monkeypatch.setattr("oomb_accel.integrations.step_memory._host_spare_bytes", lambda *rest: room[0])
+    oomb_accel.enable(model, loud())
+    for room[0] in (0, 64 << 20, 64 << 20):
+        model(**packed(documents_of(100)).batch)
+    on_device, on_host = lines(capsys.readouterr().err)
+    assert "outputs" not in on_device
+    assert on_host.startswith("oomb_accel: pages all on the device: ")
+    assert on_host.endswith(" MiB; kept outputs on the host up to 1.55 MiB (100 tokens)")
+
+
 def test_a_banner_that_was_asked_for_before_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_model()
     oomb_accel.enable(model, loud(offload=True, span_tokens=8))

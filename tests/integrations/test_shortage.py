@@ -68,7 +68,7 @@ def test_numbers_of_the_device() -> None:
         "CUDA out of memory. Tried to allocate 3.00 GiB.",  # what others look for in the text
         "3 GiB were asked for, 1 of 140.0 GiB are free",
         "K and V 14 GiB, page gradients 28 GiB, kept outputs 0 GiB",
-        "host memory for pages: 0 of at most 96 GiB",
+        "host memory for pages and outputs: 0 of at most 96 GiB",
     ):
         assert words in measured
     assert "expandable_segments" not in measured
