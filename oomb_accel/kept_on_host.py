@@ -88,14 +88,15 @@ class KeptOnHost:
         except HostMemoryError:
             self.free(sent)
             return _Result(usable=False)
+        # Held before it is copied, whatever becomes of the step.
+        self.leaving.append((sent, whole, [tensor._version for tensor in whole]))
+        self.device_bytes += sent.num_bytes
         now = self._mover.now()
         for tensor, kept in zip(whole, sent.tensors, strict=True):
             for offset, address, size in self._runs(kept):
                 sent.sent = self._mover.download(
                     _number(tensor.data_ptr() + offset), _number(address), size, after=(now,)
                 )
-        self.leaving.append((sent, whole, [tensor._version for tensor in whole]))
-        self.device_bytes += sent.num_bytes
         while self.device_bytes > self._most_bytes:
             self._let_go()
         return sent
@@ -111,15 +112,15 @@ class KeptOnHost:
             torch.empty_strided(kept.shape, kept.stride, dtype=kept.dtype, device=self._device)
             for kept in result.tensors
         ]
+        result.here = tuple(here)
+        self.coming[id(result)] = result
+        self.device_bytes += result.num_bytes
         marks = (result.sent, self._mover.now())  # what lay in this memory before has been computed with
         for tensor, kept in zip(here, result.tensors, strict=True):
             for offset, address, size in self._runs(kept):
                 result.arrival = self._mover.upload(
                     _number(address), _number(tensor.data_ptr() + offset), size, after=marks
                 )
-        result.here = tuple(here)
-        self.coming[id(result)] = result
-        self.device_bytes += result.num_bytes
 
     def has_room(self, result: _Result) -> bool:
         """Whether a result may be brought ahead of its use."""

@@ -11,7 +11,7 @@ All sizes are bytes. ``memory.jsonl`` has one JSON object per line with these ke
     device                           by tier, see `DEVICE_TIERS`
     allocated, peak, reserved        of torch's allocator: now, most since the sample before, and taken from the device
     host                             by tier, see `HOST_TIERS`
-    copied                           pages and outputs moved "up" to the device and "down" to the host since the run began
+    copied                           pages, outputs moved "up" to the device, "down" to the host, since the run began
     waited                           seconds that the device stood still for these copies since the run was started
 
 Without CUDA there is no allocator to ask: then ``allocated``, ``peak``, ``reserved`` and the activations are left out.

@@ -65,18 +65,20 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     return make
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("up", [True, False])
-def test_a_copy_is_between_what_it_waits_for_and_its_mark(up: bool, pinned: bool, make: Make) -> None:
+def test_a_copy_is_between_what_it_waits_for_and_its_mark(up: bool, pinned: bool, count: int, make: Make) -> None:
+    """A record by itself, which may have any size, is for the copy engine."""
     mover, computing = make(pinned=pinned)
-    now, before = mover.now(), Event()
-    mark = (mover.upload if up else mover.download)(NOTHING, NOTHING, 64, [now, None, before])
+    now, before, places = mover.now(), Event(), np.zeros(count, np.int64)
+    mark = (mover.upload if up else mover.download)(places, places, 64, [now, None, before])
     streams: list[Any] = [mover._up, mover._down]
     stream, other = streams if up else streams[::-1]
-    method = "batch" if pinned else "loop"
+    method = "batch" if pinned and count > 1 else "loop"
     assert stream.given == [("behind", now), ("behind", before), ("copy", method), ("moment", mark)]
     assert other.given == [] and computing.given == [("moment", now)]
-    assert mover.num_bytes == {"up": 64 * up, "down": 64 * (not up)}
+    assert mover.num_bytes == {"up": count * 64 * up, "down": count * 64 * (not up)}
 
 
 def test_waits_are_timed_and_nothing_is_waited_for_twice(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
