@@ -210,28 +210,26 @@ def test_a_layer_that_is_called_twice(rooms: Rooms, late: LateMover) -> None:
 def test_the_device_has_no_more_than_a_few_layers_at_a_time(
     model: nn.Module, rooms: Rooms, late: LateMover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, now = list[int](), LateMover.now
-    hosts, init = list[KeptOnHost](), KeptOnHost.__init__
+    hosts, seen, ahead = set[KeptOnHost](), list[int](), list[int]()
+    send, bring, arrived = KeptOnHost.send, KeptOnHost.bring, KeptOnHost.arrived
 
-    def noted(self: KeptOnHost, *arguments: Any) -> None:
-        hosts.append(self)
-        init(self, *arguments)
+    def sending(self: KeptOnHost, result: Any) -> Any:
+        sent = send(self, result)
+        seen.append(self.device_bytes)
+        return sent
 
-    def counting(self: LateMover) -> Any:
-        seen.extend(host.device_bytes for host in hosts)
-        return now(self)
-
-    monkeypatch.setattr(KeptOnHost, "__init__", noted)
-    monkeypatch.setattr(LateMover, "now", counting)
-    rooms(STAGING, 64 * MIB)
-    ahead = list[int]()
-    arrived = KeptOnHost.arrived
+    def bringing(self: KeptOnHost, result: Any) -> None:
+        hosts.add(self)
+        bring(self, result)
+        seen.append(self.device_bytes)
 
     def asked(self: KeptOnHost, result: Any) -> Any:
         ahead.append(len(self.coming))
         return arrived(self, result)
 
-    monkeypatch.setattr(KeptOnHost, "arrived", asked)
+    for name, function in {"send": sending, "bring": bringing, "arrived": asked}.items():
+        monkeypatch.setattr(KeptOnHost, name, function)
+    rooms(STAGING, 64 * MIB)
     with switched_on(twin(model), config()) as ours:
         step(ours, LAYOUTS["one document"])
     assert STAGING // 2 < max(seen) <= STAGING
