@@ -111,14 +111,16 @@ class OombConfig(_Given):
 
     offload: bool | Auto = "auto"
     """Keep pages that the device has no room for in host memory. ``"auto"`` does so where they do not fit; False lets
-    such a step fail; True keeps no more on the device than chunks need at once, whether or not more would fit."""
+    such a step fail, and keeps outputs on the device too; True keeps no more on the device than chunks need at once,
+    whether or not more would fit."""
 
     device_pages_gib: float | Auto = "auto"
     """Device memory for pages and their gradients. ``"auto"`` is what is free when a step starts, less what a chunk
     needs otherwise."""
 
     host_memory_gib: float | Auto = "auto"
-    """Most host memory that this process pins for pages. ``"auto"`` is its share of what the machine has free."""
+    """Most host memory that this process pins for pages and kept outputs. ``"auto"`` is its share of what the
+    machine has free."""
 
     keep_outputs: bool | Auto = "auto"
     """Keep outputs of the forward sweep, so that the recompute need not make them again.
@@ -127,7 +129,9 @@ class OombConfig(_Given):
     frozen head; then attention outputs and LSE, ``2 * heads * head_dim + 4 * heads`` bytes per token and layer, so that
     it skips attention; then outputs of the last product of each MLP, ``2 * (hidden + r)`` bytes, and of attention's, as
     many, so that it skips these products where they have LoRA adapters. ``"auto"`` keeps those of the latest chunks, as
-    many as the free device memory allows; True keeps all attention outputs, whatever is free; False keeps nothing.
+    many as the free device memory allows, and those of the chunks before them in pinned host memory, as far as that
+    goes, where all pages stay on the device; True keeps all attention outputs on the device, whatever is free; False
+    keeps nothing.
     """
 
     keep_last_graph: bool = True

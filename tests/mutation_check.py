@@ -42,6 +42,7 @@ SPARSE = (
 )
 TIERS = ("tests/pages/test_tiered_order.py", "tests/test_foresight.py", "-k", "not worth")
 KEPT = ("tests/test_kept_products.py", "tests/test_own_head.py")
+KEPT_ON_HOST = ("tests/test_kept_on_host.py",)
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,21 @@ MUTATIONS = (
                 "device_bytes -= sum(",
                 "device_bytes -= 0 * sum(",
             ),
+        )
+    ),
+    *(
+        Mutation(f"kept on the host: {name}", "oomb_accel/kept_on_host.py", old, new, KEPT_ON_HOST)
+        for name, old, new in (
+            ("changed while it was copied", "result.usable = versions == ", "result.usable = True or "),
+            ("used before it has come", "        self._mover.wait((result.arrival,))\n", ""),
+            ("its memory given away before it was copied", "        self._mover.wait((result.sent,))\n", ""),
+            ("brought before it was sent", "(result.sent, self._mover.now())", "(self._mover.now(),)"),
+            ("brought without a bound", "return not self.coming or ", "return True or "),
+            ("brought only when it is asked for", "return not self.coming or ", "return False and "),
+            ("held without a bound", "while self.device_bytes > self._most_bytes:", "while False:"),
+            ("in another order", "self._by_key[key].popleft()", "self._by_key[key].pop()"),
+            ("gaps copied", "if size != 1 and stride != expected:", "if False:"),
+            ("never freed", "                self._store.free(kept.slots)\n", "                pass\n"),
         )
     ),
     Mutation(
@@ -376,9 +392,9 @@ def run_suite(copy: Path, suite: tuple[str, ...], *, stop_at_first: bool) -> tup
     result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     lines = result.stdout.strip().splitlines()
     failed = [line.removeprefix("FAILED ") for line in lines if line.startswith(("FAILED", "ERROR"))]
-    if result.returncode not in (0, 1):
+    if result.returncode > 1:  # below 0 it has crashed, as with memory that is written to when it is gone
         raise RuntimeError(f"pytest did not run:\n{result.stdout}\n{result.stderr}")
-    return result.returncode == 0, time.monotonic() - start, failed[0] if failed else lines[-1]
+    return result.returncode == 0, time.monotonic() - start, (failed or lines or ["crashed"])[0 if failed else -1]
 
 
 if __name__ == "__main__":
