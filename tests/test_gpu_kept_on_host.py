@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.keep import KeptChunks, place_results
 from tests.harness.models import with_lora
+from tests.harness.stop import stopping
 from tests.harness.tolerance import assert_same_bits
 from tests.test_gpu_offload import delay_copies, two_steps
 from tests.test_gpu_parity import gpu_config, gpu_model
@@ -70,22 +72,12 @@ def test_memory_is_flat_and_a_step_that_fails_gives_it_back(placed: list[tuple[K
     model = lora_model()
     ids = torch.randint(0, 100, (1, TOKENS), device="cuda")
     oomb_accel.enable(model, SETTINGS["sparse"])
-    offload, sizes, calls, stop = attachment_of(model).offload, [], 0, 0
-
-    def raise_at(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == stop:
-            raise KeyError
-
-    model.get_submodule("base_model.model.model.layers.3").register_forward_pre_hook(raise_at)
+    offload, sizes = attachment_of(model).offload, []
+    layer = model.get_submodule("base_model.model.model.layers.3")
     for number in range(30):
-        calls, stop = 0, {10: 20, 20: 50}.get(number, 0)
-        try:
+        call = {10: 20, 20: 50}.get(number)
+        with nullcontext() if call is None else stopping(layer, call):
             model(input_ids=ids, labels=ids).loss.backward()
-            assert not stop
-        except KeyError:
-            assert stop
         model.zero_grad()
         gc.collect()
         torch.cuda.synchronize()

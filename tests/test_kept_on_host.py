@@ -30,6 +30,7 @@ from tests.harness.models import sgd_step, tiny_model, twin, with_lora
 from tests.harness.parity import chunked, config, parameter_gradients, switched_on
 from tests.harness.slabs import plain_store
 from tests.harness.sparse import sparse
+from tests.harness.stop import stopping
 from tests.harness.tolerance import assert_same_bits
 from tests.test_kept_products import Around, counted
 
@@ -179,32 +180,26 @@ def test_checkpointed_layers_ask_twice(rooms: Rooms, late: LateMover) -> None:
 
 
 @pytest.mark.parametrize("haste", [0.0, 1.0])
-def test_what_is_changed_while_it_is_copied_is_made_again(
-    haste: float, rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("use", "more"),
+    [(lambda mlp, x: mlp(x).mul_(2), -1), (lambda mlp, x: mlp(x) + 3 * mlp(x * 2), 1)],
+    ids=["changed while it is copied, or behind that", "called twice"],
+)
+def test_an_mlp_that_is_used_otherwise(
+    use: Callable[[Any, Tensor], Tensor], more: int, haste: float, rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the copy came before the change or after it."""
+    """As many results are taken as on the device, whenever copies happen."""
     monkeypatch.setattr("oomb_accel.offload.HostMover", lambda: LateMover(seed=0, haste=haste))
     of: Any = with_lora(tiny_model())
     first = of.base_model.model.model.layers[0]
-    first.mlp = Around(first.mlp, lambda mlp, x: mlp(x).mul_(2))
-    wanted = chunked(twin(of), LAYOUTS["one document"], config(keep_outputs=False))
-    rooms(STAGING, 64 * MIB)
-    with counted() as counts:
-        found = chunked(twin(of), LAYOUTS["one document"], config())
-    assert counts["kept"] == 9 * 5
-    assert_same_bits(found.gradients, wanted.gradients)
-
-
-def test_a_layer_that_is_called_twice(rooms: Rooms, late: LateMover) -> None:
-    of: Any = with_lora(tiny_model())
-    first = of.base_model.model.model.layers[0]
-    first.mlp = Around(first.mlp, lambda mlp, x: mlp(x) + 3 * mlp(x * 2))
-    wanted = chunked(twin(of), LAYOUTS["one document"], config(keep_outputs=False))
-    rooms(STAGING, 64 * MIB)
-    with counted() as counts:
-        found = chunked(twin(of), LAYOUTS["one document"], config())
-    assert counts["kept"] == 9 * 7
-    assert_same_bits(found.gradients, wanted.gradients)
+    first.mlp = Around(first.mlp, use)
+    found = []
+    for device, host in ((10**9, 0), (STAGING, 64 * MIB)):
+        rooms(device, host)
+        with counted() as counts:
+            found.append(chunked(twin(of), LAYOUTS["one document"], config()))
+        assert counts["kept"] == 9 * (6 + more)
+    assert_same_bits(found[1].gradients, found[0].gradients)
 
 
 def test_the_device_has_no_more_than_a_few_layers_at_a_time(
@@ -304,27 +299,13 @@ def test_two_forwards_before_one_backward(model: nn.Module, rooms: Rooms, late: 
     assert_same_bits(results[0], results[1])
 
 
-class Stop(Exception):
-    """What the test raises."""
-
-
 @pytest.mark.parametrize("call", [5, 14, 18], ids=["forward sweep", "backward sweep", "later"])
 def test_a_step_that_fails_gives_everything_back(call: int, model: nn.Module, rooms: Rooms, late: LateMover) -> None:
     rooms(STAGING, 64 * MIB)
     wanted = chunked(twin(model), LAYOUTS["one document"], config(keep_outputs=False))
     with switched_on(twin(model), config()) as ours:
-        calls = 0
-
-        def raise_at(*_: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                raise Stop
-
-        hook = ours.get_submodule("base_model.model.model.layers.1").register_forward_pre_hook(raise_at)
-        with pytest.raises(Stop):
+        with stopping(ours.get_submodule("base_model.model.model.layers.1"), call):
             step(ours, LAYOUTS["one document"])
-        hook.remove()
         assert_given_back(ours)
         ours.zero_grad(set_to_none=True)
         step(ours, LAYOUTS["one document"])

@@ -23,6 +23,7 @@ from tests.harness.late import LateMover
 from tests.harness.models import sgd_step, tiny_model, twin
 from tests.harness.parity import config, parameter_gradients, switched_on
 from tests.harness.sparse import sparse
+from tests.harness.stop import stopping
 from tests.harness.tolerance import assert_same_bits
 from tests.harness.uses import recorded_runs
 
@@ -156,10 +157,6 @@ def test_a_backward_that_never_comes(model: nn.Module, settings: OombConfig, lat
         assert_given_back(ours)
 
 
-class Stop(Exception):
-    """What the test raises."""
-
-
 @SETTINGS
 @pytest.mark.parametrize("call", [5, 14, 18], ids=["forward sweep", "backward sweep", "later"])
 def test_an_exception_inside_a_sweep(model: nn.Module, settings: OombConfig, call: int, late: LateMover) -> None:
@@ -167,18 +164,8 @@ def test_an_exception_inside_a_sweep(model: nn.Module, settings: OombConfig, cal
     with switched_on(wanted, on_device(settings)):
         step(wanted, LAYOUT)
     with switched_on(twin(model), settings) as ours:
-        calls = 0
-
-        def raise_at(*_: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                raise Stop
-
-        hook = ours.get_submodule("model.layers.1").register_forward_pre_hook(raise_at)
-        with pytest.raises(Stop):
+        with stopping(ours.get_submodule("model.layers.1"), call):
             step(ours, LAYOUT)
-        hook.remove()
         assert_given_back(ours)
         ours.zero_grad(set_to_none=True)
         step(ours, LAYOUT)
