@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from oomb_accel.host import host_limits
-from oomb_accel.kept_on_host import BLOCK_BYTES, LAYERS_AT_ONCE
+from oomb_accel.host.stack import ALIGNED_BYTES
+from oomb_accel.kept_on_host import LAYERS_AT_ONCE
 from oomb_accel.kept_results import HEAD, Key
 from oomb_accel.plan.rates import DEVICE_RESERVE
 from oomb_accel.schedule import Chunk
@@ -63,8 +64,8 @@ class ResultKind:
         return chunk.num_tokens * self.bytes_per_token
 
     def host_bytes(self, chunk: Chunk) -> int:
-        """In blocks, at most."""
-        return self.device_bytes(chunk) + 2 * len(self.keys) * BLOCK_BYTES
+        """At most, with gaps."""
+        return self.device_bytes(chunk) + 2 * len(self.keys) * ALIGNED_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ time. The computing stream waits for copies, the host does not.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,12 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from oomb_accel.host import HostMemoryError, HostStore
-from oomb_accel.host.store import Slots
+from oomb_accel.host import HostMemoryError, HostStack, Piece
 from oomb_accel.pages import Mark, PageMover
 
-BLOCK_BYTES = 64 << 10
-"""Of host memory: each tensor begins its own."""
 LAYERS_AT_ONCE = 3
 """Whose results may be on their way at a time: of the one in use, and of two ahead."""
 
@@ -35,7 +32,7 @@ class _Tensor:
     stride: tuple[int, ...]
     dtype: torch.dtype
     num_bytes: int
-    slots: Slots
+    pieces: list[Piece]
 
 
 @dataclass(eq=False, slots=True)
@@ -58,16 +55,14 @@ class KeptOnHost:
     """Of one stream.
 
     Args:
-        store: of blocks.
         device_bytes: for tensors on their way, in either direction.
         host_bytes: that were reserved.
     """
 
     def __init__(
-        self, store: HostStore, mover: PageMover, device: torch.device, device_bytes: int, host_bytes: int
+        self, stack: HostStack, mover: PageMover, device: torch.device, device_bytes: int, host_bytes: int
     ) -> None:
-        assert store.record_bytes == BLOCK_BYTES
-        self._store, self._mover, self._device, self._most_bytes = store, mover, device, device_bytes
+        self._stack, self._mover, self._device, self._most_bytes = stack, mover, device, device_bytes
         self.leaving: deque[tuple[_Result, list[Tensor], list[int]]] = deque()
         """What is being copied down, and versions; the oldest first."""
         self.coming: dict[int, _Result] = {}
@@ -80,23 +75,22 @@ class KeptOnHost:
         """Copy a result down. Where host memory runs out it is lost: it can be made again."""
         sent = _Result()
         whole = [tensor if _is_whole(tensor) else tensor.contiguous() for tensor in result]
+        start = self._stack.end
         try:
             for tensor in whole:
                 num_bytes = tensor.numel() * tensor.element_size()
-                slots = self._slots(num_bytes)
-                sent.tensors.append(_Tensor(tensor.shape, tensor.stride(), tensor.dtype, num_bytes, slots))
+                pieces = self._stack.take(num_bytes)
+                sent.tensors.append(_Tensor(tensor.shape, tensor.stride(), tensor.dtype, num_bytes, pieces))
         except HostMemoryError:
-            self.free(sent)
+            self._stack.cut(start)
             return _Result(usable=False)
         # Held before it is copied, whatever becomes of the step.
         self.leaving.append((sent, whole, [tensor._version for tensor in whole]))
         self.device_bytes += sent.num_bytes
         now = self._mover.now()
         for tensor, kept in zip(whole, sent.tensors, strict=True):
-            for offset, address, size in self._runs(kept):
-                sent.sent = self._mover.download(
-                    _number(tensor.data_ptr() + offset), _number(address), size, after=(now,)
-                )
+            for here, there in _copies(tensor, kept):
+                sent.sent = self._mover.download(_number(here), _number(there.address), there.num_bytes, (now,))
         while self.device_bytes > self._most_bytes:
             self._let_go()
         return sent
@@ -117,10 +111,8 @@ class KeptOnHost:
         self.device_bytes += result.num_bytes
         marks = (result.sent, self._mover.now())  # what lay in this memory before has been computed with
         for tensor, kept in zip(here, result.tensors, strict=True):
-            for offset, address, size in self._runs(kept):
-                result.arrival = self._mover.upload(
-                    _number(address), _number(tensor.data_ptr() + offset), size, after=marks
-                )
+            for place, there in _copies(tensor, kept):
+                result.arrival = self._mover.upload(_number(there.address), _number(place), there.num_bytes, marks)
 
     def has_room(self, result: _Result) -> bool:
         """Whether a result may be brought ahead of its use."""
@@ -136,14 +128,17 @@ class KeptOnHost:
         self.device_bytes -= result.num_bytes
         return here
 
-    def free(self, result: _Result) -> None:
-        """Nobody will ask for it."""
-        if result.here is not None:
-            self.arrived(result)
-        for kept in result.tensors:
-            if kept.slots.size:
-                self._store.free(kept.slots)
-        result.tensors.clear()
+    def mark(self) -> int:
+        """Where what is sent from now on will begin."""
+        return self._stack.end
+
+    def free(self, results: Iterable[_Result], mark: int) -> None:
+        """Forget these results, which are all that was sent behind the mark."""
+        for result in results:
+            if result.here is not None:
+                self.arrived(result)
+            result.usable = False
+        self._stack.cut(mark)
 
     def _let_go(self) -> None:
         """Of the oldest that is being copied: its memory may be used again behind the copy."""
@@ -151,19 +146,6 @@ class KeptOnHost:
         self._mover.wait((result.sent,))
         result.usable = versions == [tensor._version for tensor in tensors]
         self.device_bytes -= result.num_bytes
-
-    def _slots(self, num_bytes: int) -> Slots:
-        return self._store.allocate(-(-num_bytes // BLOCK_BYTES)) if num_bytes else np.empty(0, np.int64)
-
-    def _runs(self, kept: _Tensor) -> Iterator[tuple[int, int, int]]:
-        """The pieces in which a tensor lies: bytes before it, address and bytes of each."""
-        if not kept.slots.size:
-            return
-        addresses = self._store.addresses(kept.slots)
-        firsts = np.flatnonzero(np.diff(addresses, prepend=-1) != BLOCK_BYTES).tolist()
-        for first, end in zip(firsts, [*firsts[1:], len(addresses)], strict=True):
-            offset = first * BLOCK_BYTES
-            yield offset, int(addresses[first]), min(end * BLOCK_BYTES, kept.num_bytes) - offset
 
 
 class ChunkOnHost:
@@ -183,9 +165,11 @@ class ChunkOnHost:
         self._by_key: dict[Hashable, deque[_Result]] = {}
         self._next = 0
         """Results before this one were brought."""
+        self._start: int | None = None
 
     def send(self, key: Hashable, result: tuple[Tensor, ...]) -> None:
         """Copy a result down."""
+        self._start = self._host.mark() if self._start is None else self._start
         self._results.append(self._host.send(result))
         self._by_key.setdefault(key, deque()).append(self._results[-1])
 
@@ -215,8 +199,16 @@ class ChunkOnHost:
 
     def release(self) -> None:
         """Nobody will ask for the rest."""
-        for result in self._results:
-            self._host.free(result)
+        if self._start is not None:
+            self._host.free(self._results, self._start)
+
+
+def _copies(tensor: Tensor, kept: _Tensor) -> Iterator[tuple[int, Piece]]:
+    """Addresses in the tensor, and where on the host what begins there lies."""
+    address = tensor.data_ptr()
+    for piece in kept.pieces:
+        yield address, piece
+        address += piece.num_bytes
 
 
 def _is_whole(tensor: Tensor) -> bool:

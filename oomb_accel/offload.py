@@ -14,6 +14,7 @@ from oomb_accel.host import (
     HostArena,
     HostLimits,
     HostMemoryError,
+    HostStack,
     HostStore,
     cuda_pinner,
     gib_above,
@@ -21,7 +22,8 @@ from oomb_accel.host import (
     host_budget,
     host_limits,
 )
-from oomb_accel.kept_on_host import BLOCK_BYTES, KeptOnHost
+from oomb_accel.host.stack import ALIGNED_BYTES
+from oomb_accel.kept_on_host import KeptOnHost
 from oomb_accel.pages import (
     CudaMover,
     HostMover,
@@ -54,6 +56,8 @@ class Offload:
     _limits: HostLimits | None = None
     """Of the machine, before any rank has pinned memory; None where this process is alone and looks when it must."""
     _budget: int | None = None
+    _keeps_results: bool = True
+    """False once pinning was refused."""
 
     def __post_init__(self) -> None:
         if self.ranks_on_host > 1:
@@ -122,6 +126,8 @@ class Offload:
 
     def spare_bytes(self) -> int:
         """Host memory that results may take beside what is in use, in whole slabs."""
+        if not self._keeps_results:
+            return 0
         now, arena = host_limits(), self.arena
         try:
             budget = self._known_budget()
@@ -130,28 +136,32 @@ class Offload:
         there = max(0, now.available_bytes - now.margin_bytes) // self.ranks_on_host
         there += 0 if arena is None else arena.free_bytes
         spare = min(there, budget - self.host_bytes()["page_memory_used"])
-        slab_bytes = max(slab_bytes_for(spare, BLOCK_BYTES), 0 if arena is None else arena.slab_bytes)
+        slab_bytes = max(slab_bytes_for(spare, ALIGNED_BYTES), 0 if arena is None else arena.slab_bytes)
         return max(0, spare // slab_bytes * slab_bytes)
 
     def kept_on_host(self, num_bytes: int, staging_bytes: int, device: torch.device) -> KeptOnHost | None:
         """Host memory for results of one stream; None where it is refused, or would be too slow.
 
         Args:
-            num_bytes: of all results, in blocks.
+            num_bytes: of all results.
             staging_bytes: device memory for results on their way.
         """
         try:
             used = self.host_bytes()["page_memory_used"]
-            self._make(used + num_bytes, slab_bytes_for(num_bytes, BLOCK_BYTES), device)
+            self._make(used + num_bytes, slab_bytes_for(num_bytes, ALIGNED_BYTES), device)
         except HostMemoryError:
             return None
         assert self.arena is not None and self.mover is not None
         if device.type == "cuda" and not self.arena.pinned:  # the host would wait for each copy
+            self._keeps_results = False
+            if not used:
+                self.arena.close()
+                self.arena = None
             return None
-        store = HostStore(self.arena, BLOCK_BYTES)
-        kept = KeptOnHost(store, self.mover, device, staging_bytes, num_bytes)
+        stack = HostStack(self.arena)
+        kept = KeptOnHost(stack, self.mover, device, staging_bytes, num_bytes)
         # What is on its way lives until the device has passed.
-        weakref.finalize(kept, _give_back, store, self.mover, kept.leaving, kept.coming).atexit = False
+        weakref.finalize(kept, _give_back, stack, self.mover, kept.leaving, kept.coming).atexit = False
         return kept
 
     def _known_budget(self) -> int:
@@ -230,7 +240,7 @@ class StreamRecords:
         return self._room
 
 
-def _give_back(store: HostStore, mover: PageMover, *_in_flight: object) -> None:
+def _give_back(store: HostStore | HostStack, mover: PageMover, *_in_flight: object) -> None:
     """Slabs of records that nobody has any more. A step to its end has freed them; one that failed, or whose loss was
     dropped, may have copies in flight."""
     if store.num_bytes:

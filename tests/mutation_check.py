@@ -171,7 +171,7 @@ MUTATIONS = (
             ("held without a bound", "while self.device_bytes > self._most_bytes:", "while False:"),
             ("in another order", "self._by_key[key].popleft()", "self._by_key[key].pop()"),
             ("gaps copied", "if size != 1 and stride != expected:", "if False:"),
-            ("never freed", "                self._store.free(kept.slots)\n", "                pass\n"),
+            ("never freed", "        self._stack.cut(mark)\n", ""),
         )
     ),
     Mutation(

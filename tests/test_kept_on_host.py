@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 import oomb_accel
 from oomb_accel import OombConfig
-from oomb_accel.host import HostMemoryError, HostStore
+from oomb_accel.host import HostMemoryError, HostStack
 from oomb_accel.host.mapping import HostMapping
+from oomb_accel.host.stack import ALIGNED_BYTES
 from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.keep import KeptChunks, ResultKind, place_results
-from oomb_accel.kept_on_host import BLOCK_BYTES, ChunkOnHost, KeptOnHost
+from oomb_accel.kept_on_host import ChunkOnHost, KeptOnHost
 from oomb_accel.kept_results import HEAD, ChunkResults
 from oomb_accel.memory import StreamMemory
 from oomb_accel.schedule import Chunk, ChunkSchedule
@@ -28,7 +29,7 @@ from tests.harness.kept import What, num_kept
 from tests.harness.late import LateMover
 from tests.harness.models import sgd_step, tiny_model, twin, with_lora
 from tests.harness.parity import chunked, config, parameter_gradients, switched_on
-from tests.harness.slabs import plain_store
+from tests.harness.slabs import PlainArena, as_arena
 from tests.harness.sparse import sparse
 from tests.harness.stop import stopping
 from tests.harness.tolerance import assert_same_bits
@@ -247,7 +248,7 @@ def test_what_is_kept_is_counted(model: nn.Module, rooms: Rooms, late: LateMover
         step(ours, LAYOUTS["one document"])
         assert len(device) == 20
         assert 0 < max(device) <= STAGING + 16 * 3 * 272, "and attention outputs of a chunk that runs again"
-        assert host[:10] == sorted(host[:10]) and host[9] >= 9 * 20 * BLOCK_BYTES
+        assert host[:10] == sorted(host[:10]) and host[9] >= 9 * 16 * (9 * 272 + 260)
         assert host[10:] == sorted(host[10:], reverse=True) and host[-1] == 0
         assert offload.copied_bytes()["up"] == offload.copied_bytes()["down"] == 9 * 16 * (3 * 3 * 272 + 260)
 
@@ -326,16 +327,16 @@ def test_host_memory_that_is_refused_is_done_without(
     assert not any(placed[0].values())
     assert_same_bits(found.gradients, wanted.gradients)
 
-    calls, allocate = 0, HostStore.allocate
+    calls, take = 0, HostStack.take
 
-    def refuse(self: HostStore, count: int) -> Any:
+    def refuse(self: HostStack, num_bytes: int) -> Any:
         nonlocal calls
         calls += 1
         if calls % 3 == 0:
             raise HostMemoryError("no memory")
-        return allocate(self, count)
+        return take(self, num_bytes)
 
-    monkeypatch.setattr(HostStore, "allocate", refuse)
+    monkeypatch.setattr(HostStack, "take", refuse)
     rooms(STAGING, 64 * MIB)
     with switched_on(twin(model), config()) as ours:
         step(ours, LAYOUTS["one document"])
@@ -364,7 +365,7 @@ def test_as_much_as_the_setting_allows(model: nn.Module) -> None:
         kept = offload.kept_on_host(spare, 0, device)
         assert kept is not None and offload.arena is not None and offload.arena.num_bytes <= 2**29
         assert offload.spare_bytes() == spare
-        kept._store.allocate(spare // BLOCK_BYTES)
+        kept._stack.take(spare)
         assert offload.spare_bytes() == 0 and offload.kept_on_host(spare, 0, device) is None
     with switched_on(twin(model), config(host_memory_gib=1e6)) as ours:
         assert attachment_of(ours).offload.spare_bytes() == 0
@@ -393,7 +394,7 @@ def test_places() -> None:
     chunks, staging = chunks_of(10, 10, 10, 10), 3 * 10 * 8
 
     def found(device: int, host_chunks: int) -> KeptChunks:
-        return place_results(kinds, chunks, device, host_chunks * (160 + 8 * BLOCK_BYTES))
+        return place_results(kinds, chunks, device, host_chunks * (160 + 8 * ALIGNED_BYTES))
 
     everything = {index: [HEAD, 0, 1, "a", "b"] for index in range(4)}
     assert found(4 * 180, 9) == KeptChunks(dict(reversed(everything.items())), {}, 0, 0)
@@ -401,7 +402,7 @@ def test_places() -> None:
     assert found(staging - 1, 9).on_host == {}
     least = found(staging, 9)
     assert least.on_device == {} and least.on_host == everything and least.staging_bytes == staging
-    assert least.host_bytes == 4 * (180 + 10 * BLOCK_BYTES)
+    assert least.host_bytes == 4 * (180 + 10 * ALIGNED_BYTES)
     some = found(staging + 80 + 100, 9)
     assert some.on_device == {0: [HEAD], 1: [HEAD], 2: [HEAD], 3: [HEAD, 0, 1]}
     assert some.on_host == {0: [0, 1, "a", "b"], 1: [0, 1, "a", "b"], 2: [0, 1, "a", "b"], 3: ["a", "b"]}
@@ -409,6 +410,7 @@ def test_places() -> None:
     assert found(staging + 80, 1).on_host == {3: [0, 1, "a", "b"]}
 
 
+SLAB = 1 << 18
 TENSORS: dict[str, Callable[[], Tensor]] = {
     "in a row": lambda: torch.randn(7, 5),
     "transposed": lambda: torch.randn(300, 4, 64).transpose(0, 1),
@@ -417,18 +419,18 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
     "expanded": lambda: torch.randn(5, 1).expand(5, 9),
     "nothing": lambda: torch.randn(0, 64),
     "one number": lambda: torch.randn(()),
-    "of a block": lambda: torch.randn(BLOCK_BYTES // 4),
-    "of several slabs": lambda: torch.randn(9 * BLOCK_BYTES // 4 + 5),
-    "odd bytes": lambda: torch.randn(BLOCK_BYTES + 3).to(torch.bfloat16),
+    "of a slab": lambda: torch.randn(SLAB // 4),
+    "of several slabs": lambda: torch.randn(9 * SLAB // 16 + 5),
+    "odd bytes": lambda: torch.randn(SLAB // 3).to(torch.bfloat16),
 }
 
 
 @pytest.fixture
 def host() -> Iterator[tuple[KeptOnHost, LateMover]]:
-    mover, store = LateMover(seed=1), plain_store(BLOCK_BYTES, records_per_slab=4)
-    kept = KeptOnHost(store, mover, torch.device("cpu"), 1000, 0)
+    mover, arena = LateMover(seed=1), PlainArena(SLAB)
+    kept = KeptOnHost(HostStack(as_arena(arena)), mover, torch.device("cpu"), 1000, 0)
     yield kept, mover
-    assert kept.device_bytes == 0 and not kept.leaving and not kept.coming and store.num_records == 0
+    assert kept.device_bytes == 0 and not kept.leaving and not kept.coming and arena.num_taken == 0
 
 
 @pytest.mark.parametrize("which", TENSORS)
@@ -436,6 +438,7 @@ def test_any_tensor(which: str, host: tuple[KeptOnHost, LateMover]) -> None:
     kept, mover = host
     tensors = [TENSORS[which](), torch.arange(10)]
     wanted = [tensor.clone() for tensor in tensors]
+    kept.send((torch.zeros(3),))
     result = kept.send(tuple(tensors))
     kept.settle()
     mover.synchronize()
@@ -445,7 +448,7 @@ def test_any_tensor(which: str, host: tuple[KeptOnHost, LateMover]) -> None:
     found = kept.arrived(result)
     for ours, theirs in zip(found, wanted, strict=True):
         assert_same_bits(ours, theirs)
-    kept.free(result)
+    kept.free([result], 0)
 
 
 def test_results_come_in_the_order_of_their_calls_whatever_else_is_asked_for(

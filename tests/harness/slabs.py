@@ -37,9 +37,9 @@ class PlainArena:
 def plain_store(record_bytes: int, *, records_per_slab: int = 4, most_slabs: int = 1 << 30) -> HostStore:
     """Host memory for records, in plain slabs."""
     arena = PlainArena(record_bytes * records_per_slab, most_slabs)
-    return HostStore(_as_arena(arena), record_bytes)
+    return HostStore(as_arena(arena), record_bytes)
 
 
-def _as_arena(arena: object) -> HostArena:
+def as_arena(arena: object) -> HostArena:
     """What a store asks of an arena is all there."""
     return arena  # type: ignore[return-value]

@@ -44,7 +44,7 @@ def test_outputs_in_host_memory(capsys: pytest.CaptureFixture[str], monkeypatch:
     on_device, on_host = lines(capsys.readouterr().err)
     assert "outputs" not in on_device
     assert on_host.startswith("oomb_accel: pages all on the device: ")
-    assert on_host.endswith(" MiB; kept outputs on the host up to 1.55 MiB (100 tokens)")
+    assert on_host.endswith(" MiB; kept outputs on the host up to 0.0615 MiB (100 tokens)")
 
 
 def test_a_banner_that_was_asked_for_before_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
