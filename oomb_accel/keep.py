@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from oomb_accel.host import host_limits
-from oomb_accel.host.stack import ALIGNED_BYTES
-from oomb_accel.kept_on_host import LAYERS_AT_ONCE
 from oomb_accel.kept_results import HEAD, Key
+from oomb_accel.plan.places import ALIGNED_BYTES, LAYERS_ON_THEIR_WAY, Run, place
 from oomb_accel.plan.rates import DEVICE_RESERVE
 from oomb_accel.schedule import Chunk
 
@@ -83,8 +82,7 @@ class KeptChunks:
 def place_results(
     kinds: Sequence[ResultKind], chunks: Sequence[Chunk], device_bytes: int, host_bytes: int
 ) -> KeptChunks:
-    """What is kept where. The latest chunks, which the backward sweep comes to first, stay on the device, those before
-    them go to the host, and what is left is made again.
+    """What is kept where, see `plan.places`.
 
     Args:
         kinds: those that save most for their bytes first: they have their room first.
@@ -92,37 +90,13 @@ def place_results(
         device_bytes: free for this; may be negative.
         host_bytes: likewise.
     """
-    on_device, on_host = dict[int, list[Key]](), dict[int, list[Key]]()
     of_layer = sum(kind.bytes_per_token // len(kind.keys) for kind in kinds if HEAD not in kind.keys)
-    staging = LAYERS_AT_ONCE * of_layer * max((chunk.num_tokens for chunk in chunks), default=0)
-    everything = sum(kind.device_bytes(chunk) for kind in kinds for chunk in chunks)
-    if everything <= device_bytes or device_bytes < staging:
-        host_bytes = 0
-    if host_bytes:
-        device_bytes -= staging
-    host_room = host_bytes
-    for kind in kinds:
-        here = latest_that_fit(chunks, [kind.device_bytes(chunk) for chunk in chunks], device_bytes)
-        device_bytes -= sum(kind.device_bytes(chunk) for chunk in here)
-        others = chunks[: len(chunks) - len(here)]
-        there = latest_that_fit(others, [kind.host_bytes(chunk) for chunk in others], host_room)
-        host_room -= sum(kind.host_bytes(chunk) for chunk in there)
-        for places, kept in ((on_device, here), (on_host, there)):
-            for chunk in kept:
-                places.setdefault(chunk.index, []).extend(kind.keys)
-    return KeptChunks(on_device, on_host, host_bytes - host_room, staging if on_host else 0)
-
-
-def latest_that_fit(chunks: Sequence[Chunk], sizes: Sequence[int], budget_bytes: int) -> Sequence[Chunk]:
-    """The latest of these chunks that fit the budget. They have the longest past, so they save the most.
-
-    Args:
-        chunks: in stream order.
-        sizes: bytes of each.
-        budget_bytes: may be negative: then nothing is kept.
-    """
-    first = len(chunks)
-    while first > 0 and sizes[first - 1] <= budget_bytes:
-        first -= 1
-        budget_bytes -= sizes[first]
-    return chunks[first:]
+    staging = LAYERS_ON_THEIR_WAY * of_layer * max((chunk.num_tokens for chunk in chunks), default=0)
+    runs = [[Run(1, kind.device_bytes(chunk), kind.host_bytes(chunk)) for chunk in chunks] for kind in kinds]
+    placed = place(runs, device_bytes, host_bytes, staging)
+    on_device, on_host = dict[int, list[Key]](), dict[int, list[Key]]()
+    for kind, places in zip(kinds, placed.kinds, strict=True):
+        for by_chunk, numbers in ((on_device, places.on_device), (on_host, places.on_host)):
+            for number in numbers:
+                by_chunk.setdefault(chunks[number].index, []).extend(kind.keys)
+    return KeptChunks(on_device, on_host, sum(places.host_bytes for places in placed.kinds), placed.staging_bytes)

@@ -20,9 +20,6 @@ from torch import Tensor
 from oomb_accel.host import HostMemoryError, HostStack, Piece
 from oomb_accel.pages import Mark, PageMover
 
-LAYERS_AT_ONCE = 3
-"""Whose results may be on their way at a time: of the one in use, and of two ahead."""
-
 
 @dataclass(eq=False, slots=True)
 class _Tensor:

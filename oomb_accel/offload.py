@@ -22,7 +22,6 @@ from oomb_accel.host import (
     host_budget,
     host_limits,
 )
-from oomb_accel.host.stack import ALIGNED_BYTES
 from oomb_accel.kept_on_host import KeptOnHost
 from oomb_accel.pages import (
     CudaMover,
@@ -36,6 +35,7 @@ from oomb_accel.pages import (
     StoredPages,
     TieredPages,
 )
+from oomb_accel.plan.places import ALIGNED_BYTES
 from oomb_accel.plan.sizes import in_slabs, slab_bytes_for
 from oomb_accel.schedule import ChunkSchedule
 

@@ -153,9 +153,9 @@ MUTATIONS = (
             ),
             (
                 "attention outputs before the head's gradient",
-                "oomb_accel/keep.py",
-                "device_bytes -= sum(",
-                "device_bytes -= 0 * sum(",
+                "oomb_accel/plan/places.py",
+                "device_bytes, host_bytes = device_bytes - on_device, ",
+                "device_bytes, host_bytes = device_bytes, ",
             ),
         )
     ),

@@ -16,13 +16,13 @@ import oomb_accel
 from oomb_accel import OombConfig
 from oomb_accel.host import HostMemoryError, HostStack
 from oomb_accel.host.mapping import HostMapping
-from oomb_accel.host.stack import ALIGNED_BYTES
 from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.keep import KeptChunks, ResultKind, place_results
 from oomb_accel.kept_on_host import ChunkOnHost, KeptOnHost
 from oomb_accel.kept_results import HEAD, ChunkResults
 from oomb_accel.memory import StreamMemory
+from oomb_accel.plan.places import ALIGNED_BYTES
 from oomb_accel.schedule import Chunk, ChunkSchedule
 from tests.harness.batches import Layout, documents_of, packed, padded
 from tests.harness.kept import What, num_kept

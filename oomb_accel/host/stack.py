@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from oomb_accel.host.arena import HostArena, HostMemoryError, Slab
-
-ALIGNED_BYTES = 512
-"""Of which each place is a multiple, as on a device."""
+from oomb_accel.plan.places import ALIGNED_BYTES
 
 
 class Piece(NamedTuple):
