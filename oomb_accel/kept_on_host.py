@@ -98,7 +98,7 @@ class KeptOnHost:
             self._let_go()
 
     def bring(self, result: _Result) -> None:
-        """Begin to copy a result up."""
+        """Begin to copy a result up, when everything has been sent."""
         here = [
             torch.empty_strided(kept.shape, kept.stride, dtype=kept.dtype, device=self._device)
             for kept in result.tensors
@@ -106,10 +106,10 @@ class KeptOnHost:
         result.here = tuple(here)
         self.coming[id(result)] = result
         self.device_bytes += result.num_bytes
-        marks = (result.sent, self._mover.now())  # what lay in this memory before has been computed with
+        now = self._mover.now()  # behind what lay in this memory before, and behind all copies down, see `settle`
         for tensor, kept in zip(here, result.tensors, strict=True):
             for place, there in _copies(tensor, kept):
-                result.arrival = self._mover.upload(_number(there.address), _number(place), there.num_bytes, marks)
+                result.arrival = self._mover.upload(_number(there.address), _number(place), there.num_bytes, (now,))
 
     def has_room(self, result: _Result) -> bool:
         """Whether a result may be brought ahead of its use."""

@@ -165,7 +165,6 @@ MUTATIONS = (
             ("changed while it was copied", "result.usable = versions == ", "result.usable = True or "),
             ("used before it has come", "        self._mover.wait((result.arrival,))\n", ""),
             ("its memory given away before it was copied", "        self._mover.wait((result.sent,))\n", ""),
-            ("brought before it was sent", "(result.sent, self._mover.now())", "(self._mover.now(),)"),
             ("brought without a bound", "return not self.coming or ", "return True or "),
             ("brought only when it is asked for", "return not self.coming or ", "return False and "),
             ("held without a bound", "while self.device_bytes > self._most_bytes:", "while False:"),

@@ -2,67 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from oomb_accel.plan.job import Job
+from oomb_accel.plan.places import ALIGNED_BYTES, LAYERS_ON_THEIR_WAY, Places, Run, place
 from oomb_accel.plan.runs import ChunkRun, num_chunks
-from oomb_accel.plan.sizes import DTYPE_BYTES, head_gradient_bytes, kept_product_bytes, output_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """One kind of result."""
-
-    chunks: range = range(0)
-    """Indices: the latest, which save the most."""
-    num_bytes: int = 0
+from oomb_accel.plan.sizes import DTYPE_BYTES, head_gradient_bytes, kept_product_bytes, output_bytes, slab_bytes_for
 
 
 class KeptResults(NamedTuple):
     """Of the chunks that run again: gradients of log-probabilities with respect to what the head reads, attention
     outputs with LSE, and outputs of the products that end MLPs and attention."""
 
-    head: Kept
-    attention: Kept
-    mlp: Kept
-    o_proj: Kept
+    head: Places
+    attention: Places
+    mlp: Places
+    o_proj: Places
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(places.host_bytes for places in self)
 
 
-def kept_results(job: Job, chunks: Sequence[ChunkRun], budget_bytes: float, *, offloads: bool) -> KeptResults:
-    """What a step keeps. Gradients of the head save the most for their bytes, products of attention the least.
+def kept_results(
+    job: Job, chunks: Sequence[ChunkRun], budget_bytes: int, host_budget_bytes: int, *, offloads: bool
+) -> tuple[KeptResults, int]:
+    """What a step keeps, and device memory that is set aside for what is on its way to the host or back. Gradients of
+    the head save the most for their bytes, products of attention the least.
 
     Args:
         budget_bytes: device memory that nothing else needs; may be negative.
-        offloads: whether pages leave the device, which then has no memory to spare.
+        host_budget_bytes: likewise.
+        offloads: whether pages leave the device, which then has no memory to spare, nor the bus time.
     """
     again = repeated_chunks(job, chunks)
-    outputs = [(run.count, run.num_tokens * attention_bytes_per_token(job)) for run in again]
-    head, attention, products = Kept(), Kept(), {"mlp": Kept(), "o_proj": Kept()}
-    if job.keep_outputs is True:
-        attention = Kept(range(num_chunks(again)), sum(count * size for count, size in outputs))
-    if job.keep_outputs is not False and not offloads:
-        if _can_keep_head(job):
-            of_target = head_gradient_bytes(job.model.hidden, DTYPE_BYTES[job.compute_dtype])
-            sizes = [(run.count, run.num_targets * of_target) for run in again]
-            head = _latest_that_fit(sizes, budget_bytes - attention.num_bytes)
-        if job.keep_outputs == "auto":
-            attention = _latest_that_fit(outputs, budget_bytes - head.num_bytes)
-        left = budget_bytes - head.num_bytes - attention.num_bytes
-        sizes = [(run.count, run.num_tokens * _product_bytes_per_token(job)) for run in again]
-        for kind in block_ends(job):
-            products[kind] = _latest_that_fit(sizes, left)
-            left -= products[kind].num_bytes
-    return KeptResults(head, attention, **products)
+    attention = Places(range(num_chunks(again)), device_bytes=_device_bytes(again, attention_bytes_per_token(job)))
+    always = {"attention": attention} if job.keep_outputs is True else {}
+    sizes = {} if job.keep_outputs is False or offloads else _sizes(job, again, without=always)
+    layers = [sizes[name][0] for name in sizes if name != "head"]
+    longest = max((run.num_tokens for run in again), default=0)
+    staging = LAYERS_ON_THEIR_WAY * longest * sum(layers) // job.model.num_layers
+    budget_bytes -= sum(places.device_bytes for places in always.values())
+    placed = place([runs for _, runs in sizes.values()], budget_bytes, _whole_slabs(job, host_budget_bytes), staging)
+    places = dict.fromkeys(KeptResults._fields, Places()) | always
+    return KeptResults(**places | dict(zip(sizes, placed.kinds, strict=True))), placed.staging_bytes
+
+
+def _sizes(job: Job, again: Sequence[ChunkRun], without: Collection[str]) -> dict[str, tuple[int, list[Run]]]:
+    """By kind, those first that save most for their bytes: bytes per token, and of these chunks."""
+    layers, found = job.model.num_layers, dict[str, tuple[int, list[Run]]]()
+
+    def add(name: str, per_token: int, makers: int, tokens: Sequence[int]) -> None:
+        gaps = 2 * makers * ALIGNED_BYTES  # of two tensors each
+        sizes = [per_token * count for count in tokens]
+        runs = [Run(run.count, size, size + gaps) for run, size in zip(again, sizes, strict=True)]
+        found[name] = per_token, runs
+
+    tokens = [run.num_tokens for run in again]
+    if _can_keep_head(job):
+        of_target = head_gradient_bytes(job.model.hidden, DTYPE_BYTES[job.compute_dtype])
+        add("head", of_target, 1, [run.num_targets for run in again])
+    if "attention" not in without:
+        add("attention", attention_bytes_per_token(job), layers, tokens)
+    for name in block_ends(job):
+        add(name, _product_bytes_per_token(job), layers, tokens)
+    return found
+
+
+def _whole_slabs(job: Job, host_budget_bytes: int) -> int:
+    """What of the host's memory kept results may take; none where nothing of a step may go there."""
+    slab_bytes = slab_bytes_for(host_budget_bytes, ALIGNED_BYTES)
+    return 0 if job.offload is False else host_budget_bytes // slab_bytes * slab_bytes
 
 
 def bytes_before_pages(job: Job, chunks: Sequence[ChunkRun]) -> int:
     """Of attention outputs that are kept whatever is free: the rest is for pages, unless settings say how much is."""
     if job.keep_outputs is not True or job.offload != "auto" or job.device_pages_bytes is not None:
         return 0
-    tokens = sum(run.count * run.num_tokens for run in repeated_chunks(job, chunks))
-    return tokens * attention_bytes_per_token(job)
+    return _device_bytes(repeated_chunks(job, chunks), attention_bytes_per_token(job))
 
 
 def repeated_chunks(job: Job, chunks: Sequence[ChunkRun]) -> Sequence[ChunkRun]:
@@ -98,13 +116,5 @@ def _can_keep_head(job: Job) -> bool:
     return job.lora_r > 0 and job.zero_stage != 3 and not job.adapters.train_head
 
 
-def _latest_that_fit(sizes: Sequence[tuple[int, int]], budget_bytes: float) -> Kept:
-    """Of runs of so many chunks with so many bytes each."""
-    first = end = sum(count for count, _ in sizes)
-    num_bytes = 0
-    for count, size in reversed(sizes):
-        fit = max(0, min(count, int((budget_bytes - num_bytes) // max(1, size))))
-        first, num_bytes = first - fit, num_bytes + fit * size
-        if fit < count:
-            break
-    return Kept(range(first, end), num_bytes)
+def _device_bytes(chunks: Sequence[ChunkRun], bytes_per_token: int) -> int:
+    return bytes_per_token * sum(run.count * run.num_tokens for run in chunks)

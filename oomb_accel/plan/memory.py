@@ -100,8 +100,8 @@ def estimate_memory(job: Job) -> Memory:
     )
     pools = plan.device_value_bytes + plan.device_gradient_bytes
     spare = free - chunk_bytes - pools - demand.resident_bytes
-    kept = kept_results(job, chunks, spare, offloads=plan.offloads)
-    reused = longest * attention_bytes_per_token(job) if kept.attention.chunks else 0
+    kept, staging = kept_results(job, chunks, spare, pages_budget, offloads=plan.offloads)
+    reused = longest * attention_bytes_per_token(job) if kept.attention.on_device else 0
     heads_run_again = len(kept.head.chunks) < num_chunks(repeated_chunks(job, chunks))
     device = {
         **standing,
@@ -119,17 +119,18 @@ def estimate_memory(job: Job) -> Memory:
         "K and V": plan.device_value_bytes,
         "scales": demand.scale_bytes,
         "page lists": demand.list_bytes,
-        "kept head gradients": kept.head.num_bytes,
-        "kept attention outputs": kept.attention.num_bytes,
-        "kept MLP outputs": kept.mlp.num_bytes,
-        "kept o_proj outputs": kept.o_proj.num_bytes,
+        "kept head gradients": kept.head.device_bytes,
+        "kept attention outputs": kept.attention.device_bytes,
+        "kept MLP outputs": kept.mlp.device_bytes,
+        "kept o_proj outputs": kept.o_proj.device_bytes,
+        "outputs on their way": staging,
         "workspace": working,
         "CUDA context": rates.CONTEXT_BYTES,
     }
     slab_bytes = slab_bytes_for(plan.host_bytes, max(job.pages.value_record, job.pages.gradient_record))
     least = in_slabs(plan.host_bytes, slab_bytes) if plan.offloads else 0
     most = max(least, min(in_slabs(demand.living_bytes, slab_bytes), pages_budget)) if plan.offloads else 0
-    pinned = {**pinned, PAGES_ON_HOST: least}
+    pinned = {**pinned, PAGES_ON_HOST: least, "kept outputs": kept.host_bytes}
     return Memory(device, pinned, pageable, most, demand, plan, kept, chunks)
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
-from oomb_accel.plan.kept import block_ends
+from oomb_accel.plan.kept import KeptResults, block_ends
 from oomb_accel.plan.memory import Memory, activation_bytes_per_token
 from oomb_accel.plan.runs import ChunkRun, num_chunks, one_by_one
 from oomb_accel.plan.sizes import parts_of, scores_are_formed_twice
@@ -46,7 +46,8 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
     step, kept, ends = StepTime(), memory.kept, block_ends(job)
     of_ends = {"mlp": kept.mlp.chunks, "o_proj": kept.o_proj.chunks}
     last = memory.chunks[-1].index
-    for run in _even_runs(job, memory.chunks, [of_kind.chunks.start for of_kind in kept]):
+    borders = [border for places in kept for border in (places.on_host.start, places.on_device.start)]
+    for run in _even_runs(job, memory.chunks, borders):
         repeated = not (run.index == last and job.keep_last_graph)
         of_chunk = _compute(
             job,
@@ -58,6 +59,7 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
         )
         for part, seconds in of_chunk.items():
             step.parts[part] += run.count * seconds
+        _move_results(job, kept, run, sum(of_chunk.values()), step)
     passes = 3 * num_chunks(memory.chunks) - (1 if job.keep_last_graph else 0)
     of_host = _launch_seconds(job, passes)
     step.by_host = of_host > step.seconds
@@ -66,6 +68,20 @@ def estimate_time(job: Job, memory: Memory) -> StepTime:
     _zero(job, step, passes)
     _optimizer(job, step)
     return step
+
+
+def _move_results(job: Job, kept: KeptResults, run: ChunkRun, seconds: float, step: StepTime) -> None:
+    """Add bytes of kept results of a run between device and host, and how long the GPU waits for them: down beside the
+    forward sweep, up beside the recompute.
+
+    Args:
+        seconds: that a chunk is computed for.
+    """
+    moved = sum(places.host_bytes / len(places.on_host) for places in kept if run.index in places.on_host)
+    step.down_bytes += run.count * moved
+    step.up_bytes += run.count * moved
+    late = max(0.0, moved / job.gpu.host_bytes_per_second - seconds / 4)
+    step.parts["waiting for host memory"] += 2 * run.count * late
 
 
 def _even_runs(job: Job, runs: Sequence[ChunkRun], borders: Sequence[int] = ()) -> Iterator[ChunkRun]:
