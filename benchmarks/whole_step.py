@@ -41,7 +41,7 @@ SIDES: dict[str, dict[str, Any]] = {
         for suffix, settings in (
             ("", dict(keep_outputs="auto")),
             ("-no-kept", dict(keep_outputs=False)),
-            ("-on-device", dict(offload=False)),
+            ("-host", dict(keep_outputs="host")),
         )
     },
     "peer": {},

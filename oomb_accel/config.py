@@ -111,8 +111,7 @@ class OombConfig(_Given):
 
     offload: bool | Auto = "auto"
     """Keep pages that the device has no room for in host memory. ``"auto"`` does so where they do not fit; False lets
-    such a step fail, and keeps outputs on the device too; True keeps no more on the device than chunks need at once,
-    whether or not more would fit."""
+    such a step fail; True keeps no more on the device than chunks need at once, whether or not more would fit."""
 
     device_pages_gib: float | Auto = "auto"
     """Device memory for pages and their gradients. ``"auto"`` is what is free when a step starts, less what a chunk
@@ -122,16 +121,16 @@ class OombConfig(_Given):
     """Most host memory that this process pins for pages and kept outputs. ``"auto"`` is its share of what the
     machine has free."""
 
-    keep_outputs: bool | Auto = "auto"
+    keep_outputs: bool | Literal["auto", "host"] = "auto"
     """Keep outputs of the forward sweep, so that the recompute need not make them again.
 
     First comes the gradient of the head, ``2 * hidden + 4`` bytes per token in bf16, so that the recompute skips a
     frozen head; then attention outputs and LSE, ``2 * heads * head_dim + 4 * heads`` bytes per token and layer, so that
     it skips attention; then outputs of the last product of each MLP, ``2 * (hidden + r)`` bytes, and of attention's, as
     many, so that it skips these products where they have LoRA adapters. ``"auto"`` keeps those of the latest chunks, as
-    many as the free device memory allows, and those of the chunks before them in pinned host memory, as far as that
-    goes, where all pages stay on the device; True keeps all attention outputs on the device, whatever is free; False
-    keeps nothing.
+    many as the free device memory allows; ``"host"`` those of the chunks before them too, in pinned host memory, as far
+    as that goes, where all pages stay on the device; True keeps all attention outputs on the device, whatever is free;
+    False keeps nothing.
     """
 
     keep_last_graph: bool = True
@@ -228,6 +227,15 @@ class OombConfig(_Given):
                 "offload=True keeps no more pages on the device than chunks need at once, whatever room there is.\n"
                 f"  Got offload=True with device_pages_gib={self.device_pages_gib}.\n"
                 "  Set offload='auto' (the default) with device_pages_gib, or leave device_pages_gib out."
+            )
+        if self.keep_outputs == "host" and self.offload != "auto":
+            reason = (
+                "nothing of a step may go to the host" if self.offload is False else "the copies of pages have the bus"
+            )
+            raise ValueError(
+                f"keep_outputs='host' has no meaning with offload={self.offload}: {reason}.\n"
+                f"  Got keep_outputs='host' with offload={self.offload}.\n"
+                "  Set offload='auto' (the default), or keep_outputs='auto'."
             )
 
     @classmethod

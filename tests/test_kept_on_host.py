@@ -345,16 +345,13 @@ def test_host_memory_that_is_refused_is_done_without(
     assert calls > 100
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"), [({}, True), ({"offload": False}, False), ({"keep_outputs": False}, False)]
-)
-def test_settings(settings: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
+@pytest.mark.parametrize(("keep", "expected"), [("host", True), ("auto", False), (True, False), (False, False)])
+def test_only_where_it_is_asked_for(keep: Any, expected: bool, model: nn.Module) -> None:
     """On a GPU; on a CPU the host is the device."""
-    with switched_on(twin(model), config(**settings)) as ours:
+    with switched_on(twin(model), config(keep_outputs=keep)) as ours:
         state = attachment_of(ours)
         assert step_memory._host_spare_bytes(state, torch.device("cpu")) == 0
-        if "keep_outputs" not in settings:
-            assert (step_memory._host_spare_bytes(state, torch.device("cuda")) > 0) == expected
+        assert (step_memory._host_spare_bytes(state, torch.device("cuda")) > 0) == expected
 
 
 def test_as_much_as_the_setting_allows(model: nn.Module) -> None:

@@ -71,9 +71,9 @@ def _sizes(job: Job, again: Sequence[ChunkRun], without: Collection[str]) -> dic
 
 
 def _whole_slabs(job: Job, host_budget_bytes: int) -> int:
-    """What of the host's memory kept results may take; none where nothing of a step may go there."""
+    """What of the host's memory kept results may take."""
     slab_bytes = slab_bytes_for(host_budget_bytes, ALIGNED_BYTES)
-    return 0 if job.offload is False else host_budget_bytes // slab_bytes * slab_bytes
+    return host_budget_bytes // slab_bytes * slab_bytes if job.keep_outputs == "host" else 0
 
 
 def bytes_before_pages(job: Job, chunks: Sequence[ChunkRun]) -> int:

@@ -54,6 +54,13 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Any line of these makes it fit:" in text and "page_dtype: float8" in text
 
 
+@pytest.mark.parametrize("setting", ["--keep_outputs host", "--device_pages_gib 4", "--host_memory_gib 8"])
+def test_memory_settings_that_contradict_each_other(capsys: pytest.CaptureFixture[str], setting: str) -> None:
+    code, text = run(capsys, f"qwen2.5-7b --length 64K --offload false {setting}")
+    assert code == 2 and "no meaning with" in text and "offload=False" in text
+    assert run(capsys, f"qwen2.5-7b --length 64K {setting}")[0] == 0
+
+
 def test_base_weights_in_8_bits(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys, "qwen2.5-7b --length 64K --base_dtype float8")
     assert code == 0 and "base weights in float8" in " ".join(text.split()) and "weights in 8 bits" in text

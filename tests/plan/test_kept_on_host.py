@@ -24,12 +24,13 @@ M = 1 << 20
 def job(tokens: int = M // 4, **changes: Any) -> Job:
     """A 7B in sparse steps whose pages are all on the GPU, with host memory for everything."""
     settings = {"attention": "sparse", "top_k": 16, "page_grad_dtype": "bfloat16", "host_bytes": 2048 * GIB}
+    settings["keep_outputs"] = "host"
     return Job(model=read_shape("qwen2.5-7b"), tokens=tokens, **{**settings, **changes})
 
 
 def test_what_the_gpu_has_no_room_for() -> None:
     """Everything is kept, the latest chunks on the GPU; three layers' worth of 8,192 tokens is set aside there."""
-    found, on_device = estimate(job()), estimate(job(offload=False))
+    found, on_device = estimate(job()), estimate(job(keep_outputs="auto"))
     memory = found.memory
     assert not memory.plan.offloads
     for places in memory.kept:
@@ -51,7 +52,7 @@ def test_what_the_gpu_has_no_room_for() -> None:
 
 def test_as_far_as_host_memory_goes() -> None:
     whole = estimate(job()).memory.pinned["kept outputs"]
-    before = estimate(job(offload=False)).time.seconds
+    before = estimate(job(keep_outputs="auto")).time.seconds
     for gib in (8, 16, 32, 64):
         found = estimate(job(host_memory_bytes=gib * GIB))
         kept = found.memory.pinned["kept outputs"]

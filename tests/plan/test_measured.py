@@ -25,8 +25,6 @@ def estimated(row: dict[str, Any], **settings: Any) -> Estimate:
         if row.get("attention_outputs_only"):
             patch.setattr(kept, "block_ends", lambda job: {})
             patch.setattr(kept, "_can_keep_head", lambda job: False)
-        if not row.get("results_on_host"):  # as all rows before that was built
-            patch.setattr(kept, "_whole_slabs", lambda job, host_budget_bytes: 0)
         adapters = Adapters(plain=not row.get("plain_lora"))
         model = read_shape(row["model"])
         return estimate(Job(model=model, tokens=row["tokens"], adapters=adapters, **row["job"], **settings))
