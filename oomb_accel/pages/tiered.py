@@ -369,6 +369,7 @@ class TieredPages:
         if len(new):
             host_slots[new] = self._host.allocate(len(new), self._record_bytes)
             targets = host_slots[here]
+            now = self._mover.now()  # behind uploads that are waited for since then, from a place that was given up
         saved = self._mover.download(
             self._device_addresses(slots), self._host.addresses(targets), self._record_bytes, after=(now,)
         )

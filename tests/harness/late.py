@@ -64,6 +64,11 @@ class LateMover(PageMover):
         while self._up:
             self._run(self._up[-1])
 
+    def save(self) -> None:
+        """Downloads come as early as they may."""
+        while self._down:
+            self._run(self._down[-1])
+
     def synchronize(self) -> None:
         """All streams come to their end, uploads last."""
         for stream in (self._computing, self._down, self._up):

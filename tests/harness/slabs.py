@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import torch
 
 from oomb_accel.host import HostArena, HostMemoryError, HostStore, Slab
@@ -20,11 +22,14 @@ class PlainArena:
         self.num_taken = 0
         self._slabs: list[Slab] = []
         """All of them live on: somebody may still copy from or to them, as with slabs of a real arena."""
+        self._free: list[int] = []
 
     def take(self) -> Slab:
         if self.num_taken >= self.most:
             raise HostMemoryError("Pages need more host memory than they may have.")
         self.num_taken += 1
+        if self._free:  # as in a real arena, where somebody may still copy from or to it
+            return self._slabs[heapq.heappop(self._free)]
         memory = torch.full((self.slab_bytes,), 255, dtype=torch.uint8)
         self._slabs.append(Slab(len(self._slabs), memory.data_ptr(), memory))
         return self._slabs[-1]
@@ -32,6 +37,7 @@ class PlainArena:
     def give(self, slab: Slab) -> None:
         assert self._slabs[slab.number] is slab and self.num_taken > 0
         self.num_taken -= 1
+        heapq.heappush(self._free, slab.number)
 
 
 def plain_store(record_bytes: int, *, records_per_slab: int = 4, most_slabs: int = 1 << 30) -> HostStore:

@@ -343,6 +343,17 @@ def test_what_is_still_on_its_way_gives_up_its_place_on_the_host_once_it_is_ther
     assert found == [[2], [10]]
 
 
+def test_a_place_that_was_given_up_is_filled_behind_the_upload_that_reads_it() -> None:
+    bench = nearly_full(most_slabs=2)
+    assert bench.expect(0, PageRange(2, 3))
+    bench.write(1, 0, 10)
+    bench.records.settle(1)
+    bench.mover.save()
+    found = [bench.read(0, 2), bench.read(1, 0)]
+    bench.mover.synchronize()
+    assert found == [[2], [10]]
+
+
 def test_what_is_about_to_be_brought_keeps_its_place_on_the_host() -> None:
     """Of two ranges the second needs a slot of layer 1, whose record the host has no room for."""
     bench = Bench((0, 0), 2, store=plain_store(RECORD_BYTES, records_per_slab=1, most_slabs=2))
