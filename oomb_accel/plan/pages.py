@@ -187,19 +187,23 @@ def _layer_pages(layout: PageLayout, runs: Sequence[ChunkRun]) -> int:
 
 
 def _most_bytes(layout: PageLayout, runs: Sequence[ChunkRun], num_pages: int, num_records: int) -> int | None:
-    """See `PageDemand.most_bytes`. A chunk touches what it selects of its past, and everything in other layers."""
+    """See `PageDemand.most_bytes`. A chunk touches what it selects of its past, and everything in other layers. Pages
+    of documents before that have values alone."""
     if not layout.sparse_layers or not num_pages:
         return None
     sparse = len(layout.sparse_layers) / len(layout.windows)
-    most, untouched = 0.0, 1.0
+    most, untouched, there = 0.0, 1.0, num_pages
     for run in reversed(runs):
         past = run.last_past_pages
-        for _ in range(run.count):
-            # Chunks before this one have its past at most, and gradients of all of it.
-            if past * (layout.value_record + layout.gradient_record) <= most:
+        for number in reversed(range(run.count)):
+            # Chunks before this one find no more pages, and gradients of all of them.
+            if there * (layout.value_record + layout.gradient_record) <= most:
                 return int(most / num_pages * num_records)
-            untouched *= 1 - layout.distinct_pages(past, run.num_tokens) / past
-            values = (past + run.own_pages) * layout.value_record
-            most = max(most, values + past * (1 - sparse * untouched) * layout.gradient_record)
-            past -= run.own_pages
+            if not run.own_pages or (run.starts and number == 0):  # the past is another document's than what comes next
+                untouched = 1.0
+            if past:
+                untouched *= 1 - layout.distinct_pages(past, run.num_tokens) / past
+            gradients = past * (1 - sparse * untouched) * layout.gradient_record
+            most = max(most, there * layout.value_record + gradients)
+            past, there = past - run.own_pages, there - run.own_pages
     return int(most / num_pages * num_records)

@@ -100,6 +100,24 @@ def test_the_most_that_exists_at_one_moment_is_looked_for_as_long_as_there_may_b
     assert found == (int(most / runs[-1].past_pages * records) if records else None)
 
 
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4), chunk_pages=st.integers(1, 5))
+def test_values_of_other_documents_exist_as_well(lengths: list[int], chunk_pages: int) -> None:
+    """Gradients too, once the sweep comes to a document's last chunk."""
+    layout = Job(model=MODELS["qwen2.5-7b"], tokens=1, attention="sparse", top_k=2, page_tokens=4).pages
+    schedule = ChunkSchedule.build(lengths, range(sum(lengths) - 1), chunk_tokens=4 * chunk_pages, page_tokens=4)
+    most, untouched, values = 0.0, dict[int, float](), schedule.num_pages
+    for chunk in reversed(schedule.chunks):
+        past, document = len(chunk.past_pages), chunk.segments[0].document
+        if past:
+            touched = layout.distinct_pages(past, chunk.num_tokens) / past
+            untouched[document] = untouched.get(document, 1.0) * (1 - touched)
+        gradients = past * (1 - untouched.get(document, 1.0))
+        most = max(most, values * layout.value_record + gradients * layout.gradient_record)
+        values -= len(chunk.own_pages)
+    found = page_demand(layout, runs_of(schedule)).most_bytes
+    assert found == (pytest.approx(4 * LAYERS * most, abs=1) if schedule.num_pages else None)
+
+
 def _flat(report: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in report.items() if isinstance(value, (int, float))} | report["seconds"]
 
