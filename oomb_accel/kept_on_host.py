@@ -154,8 +154,6 @@ class ChunkOnHost:
 
     def __init__(self, keys: Collection[Hashable], host: KeptOnHost) -> None:
         self.keys = frozenset(keys)
-        self.returns = False
-        """Whether the recompute has begun."""
         self._host = host
         self._results: list[_Result] = []
         """In the order in which they came, and will be asked for."""

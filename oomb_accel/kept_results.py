@@ -1,7 +1,7 @@
 """Results of the forward sweep that a chunk's recompute takes instead of making them again.
 
 A key names what makes a result: a layer's number its attention, a linear layer its product, `HEAD` the head. It may
-make several for one chunk; they are taken in the order in which they came.
+make several for one chunk; they are taken in the order in which they came, each by the call that makes it again.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class ChunkResults:
 
     def __init__(self, on_device: Collection[Key] = (), on_host: ChunkOnHost | None = None) -> None:
         self.on_device, self.on_host = frozenset(on_device), on_host
+        self.returns = False
+        """Whether the recompute has begun: before it nothing is taken."""
         self._here: dict[Key, deque[tuple[tuple[Tensor, ...], list[int]]]] = {}
         """Results, and the version of each tensor: somebody may change it in place."""
         self.device_bytes = 0
@@ -58,15 +60,17 @@ class ChunkResults:
     def put(self, key: Key, *result: Tensor) -> None:
         """Keep a result, if those under this key are. What makes it may be asked again within the recompute: then it
         stays on the device."""
-        if self.on_host is not None and key in self.on_host.keys and not self.on_host.returns:
+        if self.on_host is not None and key in self.on_host.keys and not self.returns:
             self.on_host.send(key, result)
         elif self.keeps(key):
             self._here.setdefault(key, deque()).append((result, [tensor._version for tensor in result]))
             self.device_bytes += _num_bytes(result)
 
     def take(self, key: Key) -> tuple[Tensor, ...] | None:
-        """The oldest result under this key, which is kept no longer; None where there is none, or somebody has changed
-        it."""
+        """In the recompute the oldest result under this key, which is kept no longer; None where there is none, or
+        somebody has changed it."""
+        if not self.returns:
+            return None
         if not self._here.get(key):
             return None if self.on_host is None else self.on_host.take(key)
         result, versions = self._here[key].popleft()
@@ -79,8 +83,8 @@ class ChunkResults:
         Args:
             recomputes: whether the recompute begins; otherwise it comes next.
         """
+        self.returns = recomputes
         if self.on_host is not None:
-            self.on_host.returns = recomputes
             self.on_host.bring()
 
     def release(self) -> None:

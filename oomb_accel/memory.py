@@ -55,6 +55,6 @@ class StreamMemory:
         """Those of the host, ahead of the recompute; beside a backward, the first of the chunk that comes next."""
         if self.on_host is not None:
             self.on_host.settle()
-            index = chunk.index if phase == "recompute" else chunk.index - 1
-            if index in self.results:
-                self.results[index].bring(recomputes=phase == "recompute")
+        index = chunk.index if phase == "recompute" else chunk.index - 1
+        if index in self.results:
+            self.results[index].bring(recomputes=phase == "recompute")

@@ -33,7 +33,7 @@ from tests.harness.slabs import PlainArena, as_arena
 from tests.harness.sparse import sparse
 from tests.harness.stop import stopping
 from tests.harness.tolerance import assert_same_bits
-from tests.test_kept_products import Around, counted
+from tests.test_kept_products import Around, beside, counted
 
 LAYOUTS: dict[str, Layout] = {
     "one document": padded(documents_of(150)),
@@ -183,8 +183,13 @@ def test_checkpointed_layers_ask_twice(rooms: Rooms, late: LateMover) -> None:
 @pytest.mark.parametrize("haste", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("use", "more"),
-    [(lambda mlp, x: mlp(x).mul_(2), -1), (lambda mlp, x: mlp(x) + 3 * mlp(x * 2), 1)],
-    ids=["changed while it is copied, or behind that", "called twice"],
+    [
+        (lambda mlp, x: mlp(x).mul_(2), -1),
+        (lambda mlp, x: mlp(x) + 3 * mlp(x * 2), 1),
+        (beside(torch.no_grad), 0),
+        (beside(torch.enable_grad), 0),
+    ],
+    ids=["changed while it is copied, or behind that", "called twice", "no gradient", "a gradient in both sweeps"],
 )
 def test_an_mlp_that_is_used_otherwise(
     use: Callable[[Any, Tensor], Tensor], more: int, haste: float, rooms: Rooms, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -133,9 +133,22 @@ class Around(nn.Module):
         return self.use(self.mlp, x)
 
 
+def beside(mode: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any, Tensor], Tensor]:
+    """Another call comes first, in this mode, of which no gradient is wanted."""
+
+    def use(mlp: Any, x: Tensor) -> Tensor:
+        with mode():
+            other = mlp(x.detach() * 2)
+        return mlp(x) + other.detach()
+
+    return use
+
+
 USES: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
     "its output is changed in place, so it is made again": (lambda mlp, x: mlp(x).mul_(2), -1),
     "it is called twice, and gets its outputs in order": (lambda mlp, x: mlp(x) + 3 * mlp(x * 2), 1),
+    "one call wants no gradient": (beside(torch.no_grad), 0),
+    "one call wants a gradient in both sweeps": (beside(torch.enable_grad), 0),
 }
 """And how many products of a chunk more are kept."""
 

@@ -57,8 +57,8 @@ def fused_lora(
         siblings: groups of layers that share work when they are called with the same tensor, see `lora_siblings`.
 
     Returns:
-        Called with what is kept of the pass's chunk: outputs of the layers named there are kept from a pass without
-        gradients for that with them.
+        Called with what is kept of the pass's chunk: outputs of the layers named there are kept from its first pass
+        for the recompute.
     """
     if lora.Linear.forward is not _PEFT_FORWARD:  # somebody has another idea of it
         layers = ()
@@ -167,13 +167,17 @@ class _Calls:
         if group is None:
             return lora.Linear.forward(layer, x)
         keeps = len(group.layers) == 1 and self.results.keeps(layer)
+        known = _taken(self.results, layer, x, dtype) if keeps else None
+        made: tuple[Tensor, ...] = ()
         if torch.is_grad_enabled():
-            known = _taken(self.results, layer, x, dtype) if keeps else None
             out, *others = _FusedLinears.apply(x, dtype, group, known, *group.parameters)
+        elif known is not None:
+            out, others = known.out, []
         else:  # a node of the graph takes the host longer than most operations
             (out, *others), xas = _outputs(_in(dtype, x), group.weights(dtype), group)
-            if keeps and not out.is_inference():
-                self.results.put(layer, out, xas[0])
+            made = () if out.is_inference() else (out, xas[0])
+        if keeps and not self.results.returns:  # each call, or the next one's would be taken for it
+            self.results.put(layer, *made)
         self._shared = _Shared(x, state, dict(zip(group.layers[1:], others, strict=True))) if others else None
         return out
 
@@ -235,7 +239,7 @@ def _parts(layer: Any, dtype: torch.dtype, autocast: bool) -> _Parts | None:
 def _taken(results: ChunkResults, layer: Any, x: Tensor, dtype: torch.dtype) -> Product | None:
     """The oldest product of this layer that is kept, if it is that of such an input."""
     kept = results.take(layer)
-    if kept is None:
+    if not kept:  # nothing, or of a call whose product was not
         return None
     product = Product(*kept)
     fits = product.out.shape[:-1] == x.shape[:-1] and product.out.dtype == dtype
