@@ -58,6 +58,8 @@ class Offload:
     _budget: int | None = None
     _keeps_results: bool = True
     """False once pinning was refused."""
+    _streams: weakref.WeakSet[StreamRecords] = field(default_factory=weakref.WeakSet)
+    """With pages here."""
 
     def __post_init__(self) -> None:
         if self.ranks_on_host > 1:
@@ -135,7 +137,7 @@ class Offload:
             return 0
         there = max(0, now.available_bytes - now.margin_bytes) // self.ranks_on_host
         there += 0 if arena is None else arena.free_bytes
-        spare = min(there, budget - self.host_bytes()["page_memory_used"])
+        spare = min(there, budget - self.host_bytes()["page_memory_used"]) - self._awaited_bytes()
         slab_bytes = max(slab_bytes_for(spare, ALIGNED_BYTES), 0 if arena is None else arena.slab_bytes)
         return max(0, spare // slab_bytes * slab_bytes)
 
@@ -148,7 +150,7 @@ class Offload:
         """
         try:
             used = self.host_bytes()["page_memory_used"]
-            self._make(used + num_bytes, slab_bytes_for(num_bytes, ALIGNED_BYTES), device)
+            self._make(used + self._awaited_bytes() + num_bytes, slab_bytes_for(num_bytes, ALIGNED_BYTES), device)
         except HostMemoryError:
             return None
         assert self.arena is not None and self.mover is not None
@@ -163,6 +165,14 @@ class Offload:
         # What is on its way lives until the device has passed.
         weakref.finalize(kept, _give_back, stack, self.mover, kept.leaving, kept.coming).atexit = False
         return kept
+
+    def add_stream(self, records: StreamRecords) -> None:
+        """These pages have the host memory that was reserved last."""
+        self._streams.add(records)
+
+    def _awaited_bytes(self) -> int:
+        """Of host memory that pages of streams before their backward have not taken yet: their gradients will."""
+        return sum(max(0, records.rooms.host_bytes - records.host_bytes) for records in self._streams)
 
     def _known_budget(self) -> int:
         if self._budget is None:
@@ -200,7 +210,7 @@ class Offload:
         self.arena = self.mover = None
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class StreamRecords:
     """Makes the records of one stream by how its pages are divided."""
 
@@ -211,6 +221,14 @@ class StreamRecords:
     foresight: Foresight
     device: torch.device
     _room: HostRoom | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.offload.add_stream(self)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of slabs that they lie in."""
+        return 0 if self._room is None else self._room.store.num_bytes
 
     def __call__(self, kind: Kind, num_slots: int, dtype: torch.dtype) -> Records:
         """Records of a kind, on the device or in two tiers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import mmap
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -22,7 +23,9 @@ from oomb_accel.keep import KeptChunks, ResultKind, place_results
 from oomb_accel.kept_on_host import ChunkOnHost, KeptOnHost
 from oomb_accel.kept_results import HEAD, ChunkResults
 from oomb_accel.memory import StreamMemory
+from oomb_accel.plan import sizes
 from oomb_accel.plan.places import ALIGNED_BYTES
+from oomb_accel.progress import GIB
 from oomb_accel.schedule import Chunk, ChunkSchedule
 from tests.harness.batches import Layout, documents_of, packed, padded
 from tests.harness.kept import What, num_kept
@@ -303,6 +306,23 @@ def test_two_forwards_before_one_backward(model: nn.Module, rooms: Rooms, late: 
             if keep:
                 assert_given_back(ours)
     assert_same_bits(results[0], results[1])
+
+
+@pytest.mark.parametrize("kib", [184, 260])
+def test_what_was_made_for_pages_of_another_stream_is_left_to_them(
+    kib: int, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stream's gradients come into being when the second's results lie on the host."""
+    for name in ("_SMALLEST_SLAB_BYTES", "LARGEST_SLAB_BYTES"):
+        monkeypatch.setattr(sizes, name, mmap.PAGESIZE)
+    monkeypatch.setattr(step_memory, "_spare_bytes", lambda *_: STAGING)
+    monkeypatch.setattr(step_memory, "_host_spare_bytes", lambda state, _: state.offload.spare_bytes())
+    settings = config(span_tokens=8, device_pages_gib=150 * 1024 / GIB, host_memory_gib=kib * 1024 / GIB)
+    with switched_on(twin(model), settings) as ours:
+        first, second = (ours(**padded(documents_of(length)).batch).loss for length in (200, 60))
+        first.backward()
+        second.backward()
+        assert_given_back(ours)
 
 
 @pytest.mark.parametrize("call", [5, 14, 18], ids=["forward sweep", "backward sweep", "later"])
