@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from oomb_accel import OombConfig
 from oomb_accel.host import mapping
 from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import attachment_of
@@ -61,9 +62,20 @@ def test_a_step_needs_no_more_host_memory_than_was_made_before_it(
     monkeypatch: pytest.MonkeyPatch, kib: int, dtype: Any, top_k: int, lengths: list[int]
 ) -> None:
     """Also where values that have come up again still have a copy on the host, when gradients need the room."""
+    run_with_what_was_made(
+        monkeypatch, sparse(device_pages_gib=kib * 1024 / GIB, top_k=top_k, page_grad_dtype=dtype), lengths
+    )
+
+
+def test_the_room_of_values_that_are_gone_is_none_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, 588 KiB, stay on the device; the most gradients exist when the last chunks are over."""
+    run_with_what_was_made(monkeypatch, sparse(page=8, device_pages_gib=640 * 1024 / GIB, top_k=1), [800])
+
+
+def run_with_what_was_made(monkeypatch: pytest.MonkeyPatch, settings: OombConfig, lengths: list[int]) -> None:
+    """A step in slabs of a page of memory, whose backward gets no more of them."""
     for name in ("_SMALLEST_SLAB_BYTES", "LARGEST_SLAB_BYTES"):
         monkeypatch.setattr(sizes, name, mmap.PAGESIZE)
-    settings = sparse(device_pages_gib=kib * 1024 / GIB, top_k=top_k, page_grad_dtype=dtype)
     with switched_on(tiny_model(), settings) as model:
         loss = model(**packed(documents_of(*lengths)).batch).loss
         arena = attachment_of(model).offload.arena

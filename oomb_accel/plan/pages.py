@@ -112,6 +112,8 @@ class PageDemand:
     most_bytes: int | None = None
     """Most bytes of values and gradients that exist at one moment, where that is less than all of them: gradients come
     into being at their first contribution, and both go chunk by chunk in the backward sweep."""
+    most_gradient_bytes: int | None = None
+    """Likewise of gradients by themselves, when some values may be gone."""
     chunk_bytes: int = 0
     """Of the pages of one chunk and their gradients."""
 
@@ -143,6 +145,7 @@ def page_demand(layout: PageLayout, runs: Sequence[ChunkRun]) -> PageDemand:
     lists = sum(-(-run.num_tokens // layout.q_block) * (run.count - layout.num_unselective(run)) for run in runs)
     at_once = min(num_records, min(1 + LAYERS_AHEAD, num_layers) * heads * _layer_pages(layout, runs))
     longest_chunk = max((run.own_pages for run in runs), default=0)
+    most_bytes, most_gradient_bytes = _most_bytes(layout, runs, num_pages, num_records)
     return PageDemand(
         value_dtype=layout.value_dtype,
         grad_dtype=layout.grad_dtype,
@@ -154,7 +157,8 @@ def page_demand(layout: PageLayout, runs: Sequence[ChunkRun]) -> PageDemand:
         mean_key_bytes=mean_key_bytes,
         scale_bytes=num_layers * heads * num_pages * SCALE_BYTES if layout.value_dtype == "float8" else 0,
         list_bytes=4 * sparse_heads * lists * (layout.top_k + 1),
-        most_bytes=_most_bytes(layout, runs, num_pages, num_records),
+        most_bytes=most_bytes,
+        most_gradient_bytes=most_gradient_bytes,
         chunk_bytes=longest_chunk * heads * num_layers * (layout.value_record + layout.gradient_record),
     )
 
@@ -186,24 +190,33 @@ def _layer_pages(layout: PageLayout, runs: Sequence[ChunkRun]) -> int:
     return most
 
 
-def _most_bytes(layout: PageLayout, runs: Sequence[ChunkRun], num_pages: int, num_records: int) -> int | None:
-    """See `PageDemand.most_bytes`. A chunk touches what it selects of its past, and everything in other layers. Pages
-    of documents before that have values alone."""
+def _most_bytes(
+    layout: PageLayout, runs: Sequence[ChunkRun], num_pages: int, num_records: int
+) -> tuple[int, int] | tuple[None, None]:
+    """See `PageDemand.most_bytes`; of both kinds, and of gradients. A chunk touches what it selects of its past, and
+    everything in other layers. Pages of documents before that have values alone."""
     if not layout.sparse_layers or not num_pages:
-        return None
+        return None, None
+
+    def in_all(num_bytes: float) -> int:
+        """Of all layers and heads."""
+        return int(num_bytes / num_pages * num_records)
+
     sparse = len(layout.sparse_layers) / len(layout.windows)
-    most, untouched, there = 0.0, 1.0, num_pages
+    most, most_gradients, untouched, there = 0.0, 0.0, 1.0, num_pages
     for run in reversed(runs):
         past = run.last_past_pages
         for number in reversed(range(run.count)):
             # Chunks before this one find no more pages, and gradients of all of them.
-            if there * (layout.value_record + layout.gradient_record) <= most:
-                return int(most / num_pages * num_records)
+            whole = there * layout.gradient_record
+            if whole <= most_gradients and whole + there * layout.value_record <= most:
+                return in_all(most), in_all(most_gradients)
             if not run.own_pages or (run.starts and number == 0):  # the past is another document's than what comes next
                 untouched = 1.0
             if past:
                 untouched *= 1 - layout.distinct_pages(past, run.num_tokens) / past
             gradients = past * (1 - sparse * untouched) * layout.gradient_record
+            most_gradients = max(most_gradients, gradients)
             most = max(most, there * layout.value_record + gradients)
             past, there = past - run.own_pages, there - run.own_pages
-    return int(most / num_pages * num_records)
+    return in_all(most), in_all(most_gradients)

@@ -170,7 +170,12 @@ def least_host_bytes(demand: PageDemand, kept_value_bytes: int, kept_gradient_by
     """
     whole = demand.value_bytes + demand.gradient_bytes
     living = min(whole, demand.living_bytes + demand.chunk_bytes)
-    return max(1, demand.value_bytes - kept_value_bytes, living - kept_value_bytes - kept_gradient_bytes)
+    least = max(1, demand.value_bytes - kept_value_bytes, living - kept_value_bytes - kept_gradient_bytes)
+    if demand.most_gradient_bytes is None:
+        return least
+    # Where values are gone the device has no more room for gradients than before.
+    gradients = min(demand.gradient_bytes, demand.most_gradient_bytes + demand.chunk_bytes)
+    return max(least, gradients - kept_gradient_bytes)
 
 
 def _without_offload(demand: PageDemand, room: int, host_budget_bytes: int) -> tuple[str, Remedy]:
@@ -300,6 +305,7 @@ def _halvings(demand: PageDemand) -> Iterator[tuple[Remedy, PageDemand]]:
     """What makes pages smaller, and these pages. Of the bytes that exist at one moment no more than those of the other
     kind stay as they are."""
     values, gradients, most = demand.value_bytes, demand.gradient_bytes, demand.most_bytes
+    most_gradients = demand.most_gradient_bytes
     if demand.grad_dtype == "float32":
         yield (
             Remedy("page_grad_dtype='bfloat16'", {"page_grad_dtype": "bfloat16"}, "which halves the gradients"),
@@ -308,6 +314,7 @@ def _halvings(demand: PageDemand) -> Iterator[tuple[Remedy, PageDemand]]:
                 gradient_bytes=gradients // 2,
                 least_gradient_bytes=max(demand.least_gradient_bytes // 2, demand.mean_key_bytes),
                 most_bytes=None if most is None else min(most, (most + values) // 2),
+                most_gradient_bytes=None if most_gradients is None else most_gradients // 2,
             ),
         )
     if demand.value_dtype != "float8":

@@ -71,6 +71,11 @@ def test_gradients_that_do_not_exist_yet_need_no_room() -> None:
     assert plan(few, 40 * GIB, host=72 * GIB).fits and not plan(few, 40 * GIB, host=71 * GIB).fits
 
 
+def test_the_room_of_values_that_are_gone_is_none_for_gradients() -> None:
+    few = demand(60 * GIB, 100 * GIB, most_bytes=70 * GIB, most_gradient_bytes=40 * GIB)
+    assert plan(few, 80 * GIB).host_bytes == (40 - 18) * GIB
+
+
 def test_too_little_host_memory() -> None:
     found = plan(demand(60 * GIB, 60 * GIB), 80 * GIB, host=30 * GIB)
     assert not found.fits
