@@ -52,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     options.distinct_run, options.distinct = _distinct(options.distinct)
     job = _job(options, config, rope)
     _check_typed(options, _names(arguments))
+    _check_machine(job)
     job, reasons = _chosen(job, options)
     reasons = (*_where_distinct_is_from(options), *reasons)
     found = estimate(job)
@@ -144,6 +145,24 @@ def _check_typed(options: argparse.Namespace, typed: set[str]) -> None:
         device_pages_gib=options.device_pages_gib or "auto",
         host_memory_gib=options.host_memory_gib or "auto",
     )
+
+
+def _check_machine(job: Job) -> None:
+    """Refuse sizes that the machine does not have."""
+    if job.device_pages_bytes is not None and job.device_pages_bytes > job.gpu.memory_bytes:
+        raise ValueError(
+            "device_pages_gib is more than the GPU has.\n"
+            f"  Got device_pages_gib={job.device_pages_bytes / GIB:g}; {job.gpu.name} has "
+            f"{job.gpu.memory_bytes / GIB:,.1f} GiB.\n  Leave it out, or name the GPU with --gpu_gib."
+        )
+    asked = job.host_memory_bytes or 0
+    if asked * job.num_gpus > job.host_bytes:
+        ranks = "" if job.num_gpus == 1 else f" for each of {job.num_gpus} processes"
+        raise ValueError(
+            "host_memory_gib is more than the host has.\n"
+            f"  Got host_memory_gib={asked / GIB:g}{ranks}; the host has {job.host_bytes / GIB:g} GiB.\n"
+            f"  Set --host_gib {-(-asked * job.num_gpus // GIB)} or more where it does, or host_memory_gib lower."
+        )
 
 
 def _defaults(config: OombConfig) -> dict[str, Any]:

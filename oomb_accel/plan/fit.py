@@ -124,11 +124,13 @@ def _problem(job: Job, memory: Memory) -> tuple[str, Remedy] | None:
         ), Remedy("keep_outputs='auto'", {"keep_outputs": "auto"}, "which keeps what fits")
     budget = job.host_bytes - host_margin(job.host_bytes)
     if memory.host_bytes * job.num_gpus > budget:
+        processes = "one process" if job.num_gpus == 1 else f"{job.num_gpus} processes"
+        smaller = "Keep the optimizer on the GPU, or take" if job.zero_offload else "Take"
         return (
             "Host memory is too small.\n"
-            f"  {memory.host_bytes * job.num_gpus / GIB:,.1f} GiB are needed by {job.num_gpus} processes; "
-            f"{budget / GIB:,.1f} GiB may be used."
-        ), Remedy("Keep the optimizer on the GPU, or take a machine with more memory.")
+            f"  {memory.host_bytes * job.num_gpus / GIB:,.1f} GiB are needed by {processes}; "
+            f"{max(0, budget) / GIB:,.1f} GiB may be used."
+        ), Remedy(f"{smaller} a machine with more memory.")
     return None
 
 

@@ -86,13 +86,15 @@ def estimate_memory(job: Job) -> Memory:
     pages_budget = host_budget_bytes(job) - (0 if job.found else sum(pinned.values()))
     if job.host_memory_bytes is not None and job.found is None:
         pages_budget = min(pages_budget, job.host_memory_bytes)
+    record = max(job.pages.value_record, job.pages.gradient_record)
+    slab_bytes = slab_bytes_for(pages_budget, record)
     chunk_bytes = activations + max(logits, workspace)  # logits are gone when the first layer's backward runs
     plan = plan_memory(
         demand,
         free_device_bytes=free,
         activation_bytes=chunk_bytes,
         outputs_bytes=bytes_before_pages(job, chunks),
-        host_budget_bytes=pages_budget,
+        host_budget_bytes=max(0, pages_budget // slab_bytes * slab_bytes - slab_bytes),  # see `in_slabs`
         chunk_tokens=job.chunk_tokens,
         offload=job.offload,
         device_pages_bytes=job.device_pages_bytes,
@@ -127,7 +129,7 @@ def estimate_memory(job: Job) -> Memory:
         "workspace": working,
         "CUDA context": rates.CONTEXT_BYTES,
     }
-    slab_bytes = slab_bytes_for(plan.host_bytes, max(job.pages.value_record, job.pages.gradient_record))
+    slab_bytes = slab_bytes_for(plan.host_bytes, record)
     least = in_slabs(plan.host_bytes, slab_bytes) if plan.offloads else 0
     most = max(least, min(in_slabs(demand.living_bytes, slab_bytes), pages_budget)) if plan.offloads else 0
     pinned = {**pinned, PAGES_ON_HOST: least, "kept outputs": kept.host_bytes}
