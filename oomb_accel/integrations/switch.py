@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
 from torch import nn
 
 from oomb_accel.integrations.attachment import STATE, Attachment, attachment_of
-from oomb_accel.integrations.transformers import enable
+from oomb_accel.integrations.transformers import enable_resolved
+from oomb_accel.progress import ChunkEvent
 from oomb_accel.sources import Resolved, Source, resolve
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -18,7 +20,7 @@ _SETTLED: weakref.WeakKeyDictionary[nn.Module, Resolved] = weakref.WeakKeyDictio
 """Where the settings of a model came from, for a later contradiction."""
 
 
-def switch_on(model: Model, resolved: Resolved) -> Model:
+def switch_on(model: Model, resolved: Resolved, *, on_progress: Callable[[ChunkEvent], None] | None = None) -> Model:
     """Enable a model, or find it enabled with these settings.
 
     Several entry points may meet on one model (a plugin, a callback, ``enable`` itself): the first one switches on,
@@ -27,6 +29,7 @@ def switch_on(model: Model, resolved: Resolved) -> Model:
     Args:
         model: as for :func:`oomb_accel.enable`.
         resolved: the settings, and their places for the banner and for messages.
+        on_progress: as for :func:`oomb_accel.enable`, where the model is switched on here.
 
     Returns: the same model.
 
@@ -36,7 +39,7 @@ def switch_on(model: Model, resolved: Resolved) -> Model:
     state: Attachment | None = getattr(model, STATE, None)
     if state is None:
         _SETTLED.pop(model, None)  # it was switched off meanwhile
-        enable(model, resolved.config)
+        enable_resolved(model, resolved.config, on_progress=on_progress)
         state = getattr(model, STATE, None)
     else:
         resolved = replace(_merged(model, state, resolved), notes=resolved.notes)

@@ -60,6 +60,13 @@ def enable(
         )
     if around := surroundings(os.environ):
         config = resolve(Source.of_python(config, "enable(model, ...)"), *around).config
+    return enable_resolved(model, config, on_progress=on_progress)
+
+
+def enable_resolved(
+    model: Model, config: OombConfig, *, on_progress: Callable[[ChunkEvent], None] | None = None
+) -> Model:
+    """As `enable`, with settings in which those of the environment have their place already."""
     if not config.enabled:
         logger.warning("oomb_accel stays off: enabled=False.")
         return model

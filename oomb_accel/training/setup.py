@@ -9,12 +9,12 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 
-import oomb_accel
 from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.integrations.memory_watch import watch_memory
 from oomb_accel.integrations.prepare import prepare_with
 from oomb_accel.integrations.rope import check_length
 from oomb_accel.integrations.step_metrics import StepMetrics
+from oomb_accel.integrations.switch import switch_on
 from oomb_accel.integrations.timeout import set_timeout
 from oomb_accel.plan import check_base_dtype
 from oomb_accel.progress import ProgressLine
@@ -79,7 +79,7 @@ def prepare(recipe: Recipe) -> Run:
         _check_steps_left(folder, num_steps, recipe)
     line = ProgressLine(force=recipe.oomb.progress is True)
     show = recipe.oomb.progress is not False
-    oomb_accel.enable(model, recipe.oomb, on_progress=line if show else None)
+    switch_on(model, resolved, on_progress=line if show else None)
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=recipe.learning_rate,

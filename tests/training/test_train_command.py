@@ -287,6 +287,21 @@ def test_a_dry_run_knows_the_precision_of_the_launch(
     assert (DTYPE_BYTES[job.weights_dtype], DTYPE_BYTES[job.compute_dtype]) == (itemsize, itemsize)
 
 
+def test_the_command_line_replaces_a_preset(
+    settings: dict[str, Any],
+    write_recipe: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("span_tokens: 64\n")
+    monkeypatch.setenv("OOMB_CONFIG", str(preset))
+    assert main(["train", str(write_recipe(settings)), "--oomb.span_tokens", "32"]) == 0, capsys.readouterr().err
+    text = (Path(settings["output_dir"]) / "config.yaml").read_text()
+    assert "span_tokens: 32  # flag" in text
+
+
 def test_the_resolved_configuration(
     settings: dict[str, Any],
     write_recipe: Write,
