@@ -68,13 +68,13 @@ def test_plain_peft_loads_the_adapter(
     settings: dict[str, Any], write_recipe: Write, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     trained: list[Any] = []
-    enable = loop.oomb_accel.enable
+    switch_on = setup.switch_on
 
     def remember(model: Any, *rest: Any, **named: Any) -> Any:
         trained.append(model)
-        return enable(model, *rest, **named)
+        return switch_on(model, *rest, **named)
 
-    monkeypatch.setattr(loop.oomb_accel, "enable", remember)
+    monkeypatch.setattr(setup, "switch_on", remember)
     train(recipe_of(settings, write_recipe, **changes))
     base = AutoModelForCausalLM.from_pretrained(settings["model_name_or_path"])
     loaded = PeftModel.from_pretrained(base, settings["output_dir"]).eval()
