@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from oomb_accel.kept_results import ChunkResults
+from oomb_accel.kept_results import NOTHING_KEPT, ChunkResults
 from oomb_accel.memory import StreamMemory
 from oomb_accel.schedule import Chunk
 
@@ -40,7 +40,7 @@ class ChunkPass:
     @property
     def results(self) -> ChunkResults:
         """What is kept of this chunk between the sweeps."""
-        return self.memory.results.get(self.chunk.index) or ChunkResults()
+        return self.memory.results.get(self.chunk.index, NOTHING_KEPT)
 
     @property
     def first_rows(self) -> slice:

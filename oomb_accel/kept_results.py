@@ -93,5 +93,9 @@ class ChunkResults:
             self.on_host.release()
 
 
+NOTHING_KEPT = ChunkResults()
+"""Of every chunk that keeps nothing: nobody can change it."""
+
+
 def _num_bytes(result: tuple[Tensor, ...]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in result)

@@ -153,7 +153,8 @@ def _check_machine(job: Job) -> None:
         raise ValueError(
             "device_pages_gib is more than the GPU has.\n"
             f"  Got device_pages_gib={job.device_pages_bytes / GIB:g}; {job.gpu.name} has "
-            f"{job.gpu.memory_bytes / GIB:,.1f} GiB.\n  Leave it out, or name the GPU with --gpu_gib."
+            f"{job.gpu.memory_bytes / GIB:,.1f} GiB.\n"
+            f"  Leave it out, or set --gpu_gib {-(-job.device_pages_bytes // GIB)} or more where the GPU has it."
         )
     asked = job.host_memory_bytes or 0
     if asked * job.num_gpus > job.host_bytes:

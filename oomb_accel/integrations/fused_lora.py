@@ -41,7 +41,7 @@ from oomb_accel.integrations.float8_base import (
     float8_of,
 )
 from oomb_accel.integrations.support import is_plain_linear
-from oomb_accel.kept_results import ChunkResults, Product
+from oomb_accel.kept_results import NOTHING_KEPT, ChunkResults, Product
 
 _PEFT_FORWARD = lora.Linear.forward
 
@@ -67,11 +67,11 @@ def fused_lora(
     forwards = {layer: partial(calls.forward, layer) for layer in plain}
 
     @contextmanager
-    def active(results: ChunkResults | None = None) -> Iterator[None]:
+    def active(results: ChunkResults = NOTHING_KEPT) -> Iterator[None]:
         fused = [layer for layer in plain if "forward" not in vars(layer)]
         for layer in fused:  # past nn.Module's __setattr__ and __delattr__: there are some 200 of them, in every pass
             vars(layer)["forward"] = forwards[layer]
-        calls.results = results or ChunkResults()
+        calls.results = results
         try:
             yield
         finally:
@@ -142,7 +142,7 @@ class _Calls:
         siblings: by layer, its group, with itself.
     """
 
-    results = ChunkResults()
+    results = NOTHING_KEPT
     """Of the chunk that is run."""
 
     def __init__(self, siblings: dict[Any, Sequence[Any]]) -> None:
@@ -183,7 +183,7 @@ class _Calls:
 
     def forget(self) -> None:
         """The pass is over."""
-        self._shared, self.results = None, ChunkResults()
+        self._shared, self.results = None, NOTHING_KEPT
 
     def _group(self, layer: Any, dtype: torch.dtype, autocast: bool, *, alone: bool) -> _Group | None:
         """None where PEFT has to run the layer."""

@@ -23,6 +23,7 @@ from oomb_accel.plan.sizes import (
     gathered_numbers,
     host_margin,
     in_slabs,
+    most_in_slabs,
     page_backward_bytes,
     slab_bytes_for,
 )
@@ -87,14 +88,13 @@ def estimate_memory(job: Job) -> Memory:
     if job.host_memory_bytes is not None and job.found is None:
         pages_budget = min(pages_budget, job.host_memory_bytes)
     record = max(job.pages.value_record, job.pages.gradient_record)
-    slab_bytes = slab_bytes_for(pages_budget, record)
     chunk_bytes = activations + max(logits, workspace)  # logits are gone when the first layer's backward runs
     plan = plan_memory(
         demand,
         free_device_bytes=free,
         activation_bytes=chunk_bytes,
         outputs_bytes=bytes_before_pages(job, chunks),
-        host_budget_bytes=max(0, pages_budget // slab_bytes * slab_bytes - slab_bytes),  # see `in_slabs`
+        host_budget_bytes=most_in_slabs(pages_budget, slab_bytes_for(pages_budget, record)),
         chunk_tokens=job.chunk_tokens,
         offload=job.offload,
         device_pages_bytes=job.device_pages_bytes,
