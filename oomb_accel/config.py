@@ -121,16 +121,17 @@ class OombConfig(_Given):
     """Most host memory that this process pins for pages and kept outputs. ``"auto"`` is its share of what the
     machine has free."""
 
-    keep_outputs: bool | Literal["auto", "host"] = "auto"
+    keep_outputs: bool | Literal["auto"] = "auto"
     """Keep outputs of the forward sweep, so that the recompute need not make them again.
 
     First comes the gradient of the head, ``2 * hidden + 4`` bytes per token in bf16, so that the recompute skips a
     frozen head; then attention outputs and LSE, ``2 * heads * head_dim + 4 * heads`` bytes per token and layer, so that
     it skips attention; then outputs of the last product of each MLP, ``2 * (hidden + r)`` bytes, and of attention's, as
-    many, so that it skips these products where they have LoRA adapters. ``"auto"`` keeps those of the latest chunks, as
-    many as the free device memory allows; ``"host"`` those of the chunks before them too, in pinned host memory, as far
-    as that goes, where all pages stay on the device; True keeps all attention outputs on the device, whatever is free;
-    False keeps nothing.
+    many, so that it skips these products where they have LoRA adapters. ``"auto"`` keeps those of the latest chunks on
+    the device, as many as its free memory allows, and where all pages stay there too, those of the chunks before them
+    in pinned host memory: up to half of what this process may have of it, or up to ``host_memory_gib`` where that is a
+    number; nothing with ``offload=False``. True keeps all attention outputs on the device, whatever is free, and the
+    rest as ``"auto"`` does; False keeps nothing.
     """
 
     keep_last_graph: bool = True
@@ -227,15 +228,6 @@ class OombConfig(_Given):
                 "offload=True keeps no more pages on the device than chunks need at once, whatever room there is.\n"
                 f"  Got offload=True with device_pages_gib={self.device_pages_gib}.\n"
                 "  Set offload='auto' (the default) with device_pages_gib, or leave device_pages_gib out."
-            )
-        if self.keep_outputs == "host" and self.offload != "auto":
-            reason = (
-                "nothing of a step may go to the host" if self.offload is False else "the copies of pages have the bus"
-            )
-            raise ValueError(
-                f"keep_outputs='host' has no meaning with offload={self.offload}: {reason}.\n"
-                f"  Got keep_outputs='host' with offload={self.offload}.\n"
-                "  Set offload='auto' (the default), or keep_outputs='auto'."
             )
 
     @classmethod

@@ -73,6 +73,8 @@ class KeptOnHost:
         sent = _Result()
         whole = [tensor if _is_whole(tensor) else tensor.contiguous() for tensor in result]
         start = self._stack.end
+        if start + sum(tensor.nbytes for tensor in whole) > self.host_bytes:
+            return _Result(usable=False)
         try:
             for tensor in whole:
                 num_bytes = tensor.numel() * tensor.element_size()

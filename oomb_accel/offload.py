@@ -35,7 +35,7 @@ from oomb_accel.pages import (
     StoredPages,
     TieredPages,
 )
-from oomb_accel.plan.places import ALIGNED_BYTES
+from oomb_accel.plan.places import ALIGNED_BYTES, host_bytes_for_results
 from oomb_accel.plan.sizes import in_slabs, slab_bytes_for
 from oomb_accel.schedule import ChunkSchedule
 
@@ -127,7 +127,8 @@ class Offload:
         arena.wait(needed)
 
     def spare_bytes(self) -> int:
-        """Host memory that results may take beside what is in use, in whole slabs."""
+        """Host memory that results may take beside what is in use, in whole slabs: of what the machine has left only a
+        share, unless the setting says how much this process may have."""
         if not self._keeps_results:
             return 0
         now, arena = host_limits(), self.arena
@@ -135,24 +136,28 @@ class Offload:
             budget = self._known_budget()
         except ValueError:  # pages that need it will tell
             return 0
-        there = max(0, now.available_bytes - now.margin_bytes) // self.ranks_on_host
-        there += 0 if arena is None else arena.free_bytes
-        spare = min(there, budget - self.host_bytes()["page_memory_used"]) - self._awaited_bytes()
+        asked = self.host_memory_gib != "auto"
+        left = max(0, now.available_bytes - now.margin_bytes) // self.ranks_on_host
+        there = host_bytes_for_results(left, is_asked_for=asked) + (0 if arena is None else arena.free_bytes)
+        most = host_bytes_for_results(budget, is_asked_for=asked) - self.host_bytes()["page_memory_used"]
+        spare = min(there, most) - self._awaited_bytes()
         slab_bytes = max(slab_bytes_for(spare, ALIGNED_BYTES), 0 if arena is None else arena.slab_bytes)
         return max(0, spare // slab_bytes * slab_bytes)
 
     def kept_on_host(self, num_bytes: int, staging_bytes: int, device: torch.device) -> KeptOnHost | None:
-        """Host memory for results of one stream; None where it is refused, or would be too slow.
+        """Host memory for results of one stream, as much as comes; None where there is none, or it would be too slow.
 
         Args:
             num_bytes: of all results.
             staging_bytes: device memory for results on their way.
         """
+        used, awaited = self.host_bytes()["page_memory_used"], self._awaited_bytes()
         try:
-            used = self.host_bytes()["page_memory_used"]
-            self._make(used + self._awaited_bytes() + num_bytes, slab_bytes_for(num_bytes, ALIGNED_BYTES), device)
+            self._make(used + awaited + num_bytes, slab_bytes_for(num_bytes, ALIGNED_BYTES), device)
         except HostMemoryError:
-            return None
+            num_bytes = min(num_bytes, (0 if self.arena is None else self.arena.free_bytes) - awaited)
+            if num_bytes <= 0:
+                return None
         assert self.arena is not None and self.mover is not None
         if device.type == "cuda" and not self.arena.pinned:  # the host would wait for each copy
             self._keeps_results = False

@@ -123,14 +123,6 @@ def test_a_wrong_value_names_place_setting_value_and_what_is_allowed(name: str, 
         OombConfig(**{name: value})
 
 
-@pytest.mark.parametrize(("offload", "reason"), [(False, "nothing of a step may go"), (True, "have the bus")])
-def test_outputs_go_to_the_host_where_pages_stay_on_the_device(offload: bool, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason) as caught:
-        OombConfig(keep_outputs="host", offload=offload)
-    assert "offload='auto'" in str(caught.value)
-    assert OombConfig(keep_outputs="host").keep_outputs == "host"
-
-
 SPARSE: dict[str, Any] = {
     "top_k": 8,
     "q_block": 64,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import mmap
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,6 +37,7 @@ from tests.harness.slabs import PlainArena, as_arena
 from tests.harness.sparse import sparse
 from tests.harness.stop import stopping
 from tests.harness.tolerance import assert_same_bits
+from tests.host.machines import machine, make_arena
 from tests.test_kept_products import Around, beside, counted
 
 LAYOUTS: dict[str, Layout] = {
@@ -370,10 +372,10 @@ def test_host_memory_that_is_refused_is_done_without(
     assert calls > 100
 
 
-@pytest.mark.parametrize(("keep", "expected"), [("host", True), ("auto", False), (True, False), (False, False)])
-def test_only_where_it_is_asked_for(keep: Any, expected: bool, model: nn.Module) -> None:
+@pytest.mark.parametrize(("offload", "expected"), [("auto", True), (True, False), (False, False)])
+def test_only_where_the_host_may_be_used(offload: Any, expected: bool, model: nn.Module) -> None:
     """On a GPU; on a CPU the host is the device."""
-    with switched_on(twin(model), config(keep_outputs=keep)) as ours:
+    with switched_on(twin(model), config(offload=offload)) as ours:
         state = attachment_of(ours)
         assert step_memory._host_spare_bytes(state, torch.device("cpu")) == 0
         assert (step_memory._host_spare_bytes(state, torch.device("cuda")) > 0) == expected
@@ -391,6 +393,50 @@ def test_as_much_as_the_setting_allows(model: nn.Module) -> None:
         assert offload.spare_bytes() == 0 and offload.kept_on_host(spare, 0, device) is None
     with switched_on(twin(model), config(host_memory_gib=1e6)) as ours:
         assert attachment_of(ours).offload.spare_bytes() == 0
+
+
+def test_a_share_of_what_the_machine_has_left(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no setting says how much. What others take meanwhile is theirs."""
+    available = [104 * GIB]
+    monkeypatch.setattr("oomb_accel.offload.host_limits", lambda: machine(available[0]))
+    with switched_on(twin(model), config()) as ours:
+        offload = attachment_of(ours).offload
+        assert offload.spare_bytes() == 50 * GIB
+        offload.arena = make_arena(2, slab_bytes=GIB)
+        offload.arena.reserve(GIB)
+        offload.arena.wait(GIB)
+        for left, spare in ((103, 50), (24, 11), (6, 2), (4, 1), (0, 1)):
+            available[0] = left * GIB
+            assert offload.spare_bytes() == spare * GIB
+        offload.arena.take()
+        available[0] = 103 * GIB
+        assert offload.spare_bytes() == 49 * GIB
+
+
+def test_as_much_as_comes_is_used(
+    model: nn.Module, rooms: Rooms, late: LateMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that is refused behind half of it."""
+    for name in ("_SMALLEST_SLAB_BYTES", "LARGEST_SLAB_BYTES"):
+        monkeypatch.setattr(sizes, name, mmap.PAGESIZE)
+    wanted = chunked(twin(model), LAYOUTS["one document"], config(keep_outputs=False))
+    rooms(STAGING, 64 * MIB)
+    touch, calls, sent = HostMapping.touch, itertools.count(), [0]
+
+    def fail_late(self: HostMapping, start: int, end: int) -> None:
+        if next(calls) >= 20:
+            raise OSError("no memory")
+        touch(self, start, end)
+
+    for making in (touch, fail_late):
+        monkeypatch.setattr(HostMapping, "touch", making)
+        with switched_on(twin(model), config()) as ours:
+            step(ours, LAYOUTS["one document"])
+            assert_same_bits(parameter_gradients(ours), wanted.gradients)
+            assert_given_back(ours)
+            sent.append(late.num_bytes["down"])
+    whole, part = sent[1], sent[2] - sent[1]
+    assert whole > 90 * mmap.PAGESIZE and 10 * mmap.PAGESIZE < part <= 20 * mmap.PAGESIZE
 
 
 def test_with_keep_outputs_true_attention_stays_on_the_device(
@@ -450,7 +496,7 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 @pytest.fixture
 def host() -> Iterator[tuple[KeptOnHost, LateMover]]:
     mover, arena = LateMover(seed=1), PlainArena(SLAB)
-    kept = KeptOnHost(HostStack(as_arena(arena)), mover, torch.device("cpu"), 1000, 0)
+    kept = KeptOnHost(HostStack(as_arena(arena)), mover, torch.device("cpu"), 1000, MIB)
     yield kept, mover
     assert kept.device_bytes == 0 and not kept.leaving and not kept.coming and arena.num_taken == 0
 

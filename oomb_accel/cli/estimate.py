@@ -36,7 +36,6 @@ from oomb_accel.sources import gather, resolve
 from oomb_accel.training import Recipe
 
 _SWITCH: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
-_KEPT = _SWITCH | {"host": "host"}
 _MOST_TOKENS = 10**12
 
 
@@ -140,7 +139,7 @@ def _check_typed(options: argparse.Namespace, typed: set[str]) -> None:
                 f"  Use --attention sparse, or leave --{name} out."
             )
     OombConfig(  # refuses what contradicts each other
-        keep_outputs=_KEPT[options.keep_outputs],
+        keep_outputs=_SWITCH[options.keep_outputs],
         offload=_SWITCH[options.offload],
         device_pages_gib=options.device_pages_gib or "auto",
         host_memory_gib=options.host_memory_gib or "auto",
@@ -168,7 +167,7 @@ def _check_machine(job: Job) -> None:
 
 def _defaults(config: OombConfig) -> dict[str, Any]:
     """Settings as the defaults of the options of the same names."""
-    words = {value: word for word, value in _KEPT.items()}
+    words = {value: word for word, value in _SWITCH.items()}
     same = ("attention", "top_k", "page_budget", "page_tokens", "page_dtype", "page_grad_dtype", "base_dtype")
     return {name: getattr(config, name) for name in same} | {
         "chunk_tokens": str(config.chunk_tokens),
@@ -266,7 +265,7 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
         "page_dtype": options.page_dtype,
         "base_dtype": options.base_dtype,
         "page_grad_dtype": "float32" if options.page_grad_dtype == "auto" else options.page_grad_dtype,
-        "keep_outputs": _KEPT[options.keep_outputs],
+        "keep_outputs": _SWITCH[options.keep_outputs],
         "offload": _SWITCH[options.offload],
         "device_pages_bytes": None if options.device_pages_gib is None else int(options.device_pages_gib * GIB),
         "host_memory_bytes": None if options.host_memory_gib is None else int(options.host_memory_gib * GIB),
@@ -362,7 +361,7 @@ def _parser() -> Parser:
         choices=["model", "float8"],
         help="float8 is for speed and costs memory: copies beside the weights, 12 GiB for a 7B",
     )
-    settings.add_argument("--keep_outputs", choices=list(_KEPT))
+    settings.add_argument("--keep_outputs", choices=list(_SWITCH))
     settings.add_argument("--offload", choices=list(_SWITCH))
     settings.add_argument(
         "--device_pages_gib", type=number(0, above=True), help="most GPU memory for pages; what is free if left out"

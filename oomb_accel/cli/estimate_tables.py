@@ -133,8 +133,6 @@ def _notes(found: Estimate, longest: int | None) -> list[str]:
             f"(--distinct {_DISTINCT_OF_TEXT}), a step takes {text:,.0f} s. A run on your text logs its own share: "
             "--distinct OUTPUT_DIR."
         )
-    if job.keep_outputs == "host" and found.memory.plan.offloads:
-        notes.append("keep_outputs='host' keeps nothing here: pages leave the GPU, and their copies have the bus.")
     trained = job.model.trained_tokens
     if trained is not None and max(job.tokens, longest or 0) > trained:
         notes.append(

@@ -314,7 +314,8 @@ class HostArena:
         memlock = "none" if limits.memlock_bytes is None else f"{gib_text(limits.memlock_bytes)} GiB"
         within = f"set host_memory_gib={gib_text(num_pinned * self.slab_bytes)}, which could be pinned"
         return (
-            "Pinning host memory was refused: pages go to pageable memory, which copies several times slower.\n"
+            "Pinning host memory was refused: pages go to pageable memory, which copies several times slower, and no "
+            "outputs are kept there.\n"
             f"  Pinned so far: {gib_text(num_pinned * self.slab_bytes)} GiB of at most {gib_text(self.limit_bytes)} "
             f"GiB; available: {gib_text(limits.available_bytes)} GiB; memlock limit: {memlock}. {error}\n"
             f"  Raise what refuses it (ulimit -l, the container's settings), or "

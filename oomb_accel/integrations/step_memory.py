@@ -294,4 +294,4 @@ def _spare_bytes(state: Attachment, schedule: ChunkSchedule, device: torch.devic
 
 def _host_spare_bytes(state: Attachment, device: torch.device) -> int:
     """Host memory for results, where they may lie there. Without a GPU it is the device's own."""
-    return state.offload.spare_bytes() if device.type == "cuda" and state.config.keep_outputs == "host" else 0
+    return state.offload.spare_bytes() if device.type == "cuda" and state.config.offload == "auto" else 0

@@ -135,8 +135,6 @@ def _say_where_pages_lie(
     if memory.on_host is not None:
         place += ", outputs in host memory"
         where += f"; kept outputs on the host up to {_size(memory.on_host.host_bytes)}"
-    elif memory.rooms is not None and state.config.keep_outputs == "host":
-        where += "; no kept outputs, since the copies of pages have the bus"
     state.pages = f"{where} ({schedule.num_tokens:,} tokens)"
     if place not in state.pages_said:
         state.pages_said.add(place)

@@ -56,7 +56,7 @@ class Job:
     page_dtype: Literal["model", "float8"] = "model"
     page_grad_dtype: Literal["float32", "bfloat16"] = "float32"
     base_dtype: Literal["model", "float8"] = "model"
-    keep_outputs: bool | Literal["auto", "host"] = "auto"
+    keep_outputs: bool | Literal["auto"] = "auto"
     keep_last_graph: bool = True
     offload: bool | Literal["auto"] = "auto"
     device_pages_bytes: int | None = None

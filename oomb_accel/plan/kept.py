@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from oomb_accel.plan.job import Job
-from oomb_accel.plan.places import ALIGNED_BYTES, LAYERS_ON_THEIR_WAY, Places, Run, place
+from oomb_accel.plan.places import ALIGNED_BYTES, LAYERS_ON_THEIR_WAY, Places, Run, host_bytes_for_results, place
 from oomb_accel.plan.runs import ChunkRun, num_chunks
 from oomb_accel.plan.sizes import DTYPE_BYTES, head_gradient_bytes, kept_product_bytes, output_bytes, slab_bytes_for
 
@@ -44,7 +44,7 @@ def kept_results(
     longest = max((run.num_tokens for run in again), default=0)
     staging = LAYERS_ON_THEIR_WAY * longest * sum(layers) // job.model.num_layers
     budget_bytes -= sum(places.device_bytes for places in always.values())
-    placed = place([runs for _, runs in sizes.values()], budget_bytes, _whole_slabs(job, host_budget_bytes), staging)
+    placed = place([runs for _, runs in sizes.values()], budget_bytes, _host_bytes(job, host_budget_bytes), staging)
     places = dict.fromkeys(KeptResults._fields, Places()) | always
     return KeptResults(**places | dict(zip(sizes, placed.kinds, strict=True))), placed.staging_bytes
 
@@ -70,10 +70,13 @@ def _sizes(job: Job, again: Sequence[ChunkRun], without: Collection[str]) -> dic
     return found
 
 
-def _whole_slabs(job: Job, host_budget_bytes: int) -> int:
-    """What of the host's memory kept results may take."""
-    slab_bytes = slab_bytes_for(host_budget_bytes, ALIGNED_BYTES)
-    return host_budget_bytes // slab_bytes * slab_bytes if job.keep_outputs == "host" else 0
+def _host_bytes(job: Job, host_budget_bytes: int) -> int:
+    """What of the host's memory kept results may take, in whole slabs."""
+    if job.offload != "auto":
+        return 0
+    most = host_bytes_for_results(host_budget_bytes, is_asked_for=job.host_memory_bytes is not None)
+    slab_bytes = slab_bytes_for(most, ALIGNED_BYTES)
+    return most // slab_bytes * slab_bytes
 
 
 def bytes_before_pages(job: Job, chunks: Sequence[ChunkRun]) -> int:

@@ -14,6 +14,9 @@ LAYERS_ON_THEIR_WAY = 3
 """Whose results lie on the device while they go to the host or come back: of the layer in use, and of two ahead."""
 ALIGNED_BYTES = 512
 """Of which each tensor's place on the host is a multiple."""
+_SHARE_OF_HOST = 2
+"""One part in so many of the host memory that a process may have is for kept results, unless a setting says how much
+that is: they only save time, and others may want the memory."""
 
 
 class Run(NamedTuple):
@@ -73,6 +76,15 @@ def place(kinds: Sequence[Sequence[Run]], device_bytes: int, host_bytes: int, st
         device_bytes, host_bytes = device_bytes - on_device, host_bytes - on_host
         found.append(Places(here, there, on_device, on_host))
     return Placed(found, staging_bytes if any(places.on_host for places in found) else 0)
+
+
+def host_bytes_for_results(host_bytes: int, *, is_asked_for: bool) -> int:
+    """What kept results may take of the host memory that pages could have.
+
+    Args:
+        is_asked_for: whether a setting says how much that is.
+    """
+    return host_bytes if is_asked_for else host_bytes // _SHARE_OF_HOST
 
 
 def _latest(sizes: Sequence[tuple[int, int]], budget_bytes: int) -> int:

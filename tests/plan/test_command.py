@@ -54,7 +54,7 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Any line of these makes it fit:" in text and "page_dtype: float8" in text
 
 
-@pytest.mark.parametrize("setting", ["--keep_outputs host", "--device_pages_gib 4", "--host_memory_gib 8"])
+@pytest.mark.parametrize("setting", ["--device_pages_gib 4", "--host_memory_gib 8"])
 def test_memory_settings_that_contradict_each_other(capsys: pytest.CaptureFixture[str], setting: str) -> None:
     code, text = run(capsys, f"qwen2.5-7b --length 64K --offload false {setting}")
     assert code == 2 and "no meaning with" in text and "offload=False" in text
@@ -81,10 +81,10 @@ def test_pinned_memory_stays_within_its_limit(capsys: pytest.CaptureFixture[str]
     assert 116 * GIB < pinned["K, V and page gradients"] <= 118 * GIB
 
 
-def test_outputs_that_nothing_is_kept_of_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    _, text = run(capsys, "qwen2.5-7b --length 64K --keep_outputs host --device_pages_gib 4")
-    assert "keep_outputs='host' keeps nothing here" in text
-    assert "keeps nothing" not in run(capsys, "qwen2.5-7b --length 64K --keep_outputs host")[1]
+def test_kept_outputs_on_the_host_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "qwen2.5-7b --length 256K --page_grad_dtype bfloat16"
+    assert "kept outputs, pinned" in run(capsys, words)[1]
+    assert "kept outputs, pinned" not in run(capsys, f"{words} --offload false")[1]
 
 
 def test_base_weights_in_8_bits(capsys: pytest.CaptureFixture[str]) -> None:

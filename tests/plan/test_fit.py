@@ -285,7 +285,7 @@ def test_windows_cost_their_window() -> None:
 
 
 def test_nothing_moves_where_everything_fits() -> None:
-    found = estimate(job(tokens=M // 8))
+    found = estimate(job(tokens=M // 16))
     assert found.time.up_bytes == found.time.down_bytes == found.memory.plan.host_bytes == 0
     assert found.time.parts["waiting for host memory"] == 0
 

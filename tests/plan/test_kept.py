@@ -82,7 +82,7 @@ def test_the_size_of_a_number_counts() -> None:
 def test_head_gradients_come_first_then_attention_outputs_and_the_latest_of_each() -> None:
     """From the least GPU with room for all attention outputs on, each chunk's MLP outputs more are kept when they
     fit, and behind all of them those of attention's last product. 6 % of a GPU are never planned for."""
-    of = job(M // 4, page_grad_dtype="bfloat16")
+    of = job(M // 4, page_grad_dtype="bfloat16", host_bytes=2 * GIB)
 
     def on(memory_bytes: int, **changes: Any) -> KeptResults:
         return estimate_memory(replace(of, gpu=replace(of.gpu, memory_bytes=memory_bytes), **changes)).kept

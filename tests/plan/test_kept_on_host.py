@@ -24,13 +24,12 @@ M = 1 << 20
 def job(tokens: int = M // 4, **changes: Any) -> Job:
     """A 7B in sparse steps whose pages are all on the GPU, with host memory for everything."""
     settings = {"attention": "sparse", "top_k": 16, "page_grad_dtype": "bfloat16", "host_bytes": 2048 * GIB}
-    settings["keep_outputs"] = "host"
     return Job(model=read_shape("qwen2.5-7b"), tokens=tokens, **{**settings, **changes})
 
 
 def test_what_the_gpu_has_no_room_for() -> None:
     """Everything is kept, the latest chunks on the GPU; three layers' worth of 8,192 tokens is set aside there."""
-    found, on_device = estimate(job()), estimate(job(keep_outputs="auto"))
+    found, on_device = estimate(job()), estimate(job(offload=False))
     memory = found.memory
     assert not memory.plan.offloads
     for places in memory.kept:
@@ -52,7 +51,7 @@ def test_what_the_gpu_has_no_room_for() -> None:
 
 def test_as_far_as_host_memory_goes() -> None:
     whole = estimate(job()).memory.pinned["kept outputs"]
-    before = estimate(job(keep_outputs="auto")).time.seconds
+    before = estimate(job(offload=False)).time.seconds
     for gib in (8, 16, 32, 64):
         found = estimate(job(host_memory_bytes=gib * GIB))
         kept = found.memory.pinned["kept outputs"]
@@ -60,6 +59,14 @@ def test_as_far_as_host_memory_goes() -> None:
         assert found.time.seconds < before
         before = found.time.seconds
     assert estimate(job(host_bytes=2 * GIB)).memory.pinned["kept outputs"] == 0
+
+
+def test_half_of_what_a_process_may_have_unless_the_setting_says_how_much() -> None:
+    """Of 128 GiB the margin and the process take 6; a chunk's outputs of a kind are 1.5."""
+    half = estimate(job(host_bytes=128 * GIB)).memory.pinned["kept outputs"]
+    assert 58 * GIB < half <= 61 * GIB
+    asked = estimate(job(host_bytes=128 * GIB, host_memory_bytes=90 * GIB)).memory.pinned["kept outputs"]
+    assert 87 * GIB < asked <= 90 * GIB
 
 
 def test_nothing_while_pages_leave() -> None:

@@ -63,6 +63,11 @@ def test_host_memory(row: dict[str, Any]) -> None:
     assert error(estimated(row).memory.host_bytes / GIB, [row["host_gib"]]) < WITHIN
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS if "kept_on_host_gib" in row], ids=lambda row: row["row"])
+def test_kept_outputs_on_the_host(row: dict[str, Any]) -> None:
+    assert estimated(row).memory.kept.host_bytes / GIB == pytest.approx(row["kept_on_host_gib"], rel=0.02)
+
+
 @pytest.mark.parametrize("row", [row for row in ROWS if "host_most_gib" in row], ids=lambda row: row["row"])
 def test_host_memory_is_between_its_least_and_its_most(row: dict[str, Any]) -> None:
     """The most is the limit, or all pages that exist at one moment."""
