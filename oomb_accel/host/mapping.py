@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +17,19 @@ from torch import Tensor
 _ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
 """Huge pages make touching and registering faster. A forked process (data loaders) must not get the memory: the kernel
 would copy every pinned page for it or, before Linux 5.9, leave the parent with pages that the GPU does not write to."""
+
+_mappings = weakref.WeakSet[mmap.mmap]()
+"""All that are there, be it for a tensor alone."""
+
+
+def _leave_to_the_parent() -> None:
+    """Keep mappings in a forked process for good. It has a hole where the memory was, into which anything may come that
+    it maps, and the end of a mapping would unmap that."""
+    for mapping in tuple(_mappings):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 class HostMapping:
@@ -33,6 +49,7 @@ class HostMapping:
         self._mapping = mmap.mmap(-1, num_bytes + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in _ADVICE:
             self._advise(advice)
+        _mappings.add(self._mapping)
         self.memory: Tensor = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes)
         self.address = self.memory.data_ptr()
         self.registered = False
