@@ -79,6 +79,12 @@ class KeptChunks:
     """Device memory for results on their way to the host or back."""
 
 
+def on_their_way(kinds: Sequence[ResultKind], chunks: Sequence[Chunk]) -> int:
+    """Device memory for results on their way to the host and back."""
+    of_layer = sum(kind.bytes_per_token // len(kind.keys) for kind in kinds if HEAD not in kind.keys)
+    return LAYERS_ON_THEIR_WAY * of_layer * max((chunk.num_tokens for chunk in chunks), default=0)
+
+
 def place_results(
     kinds: Sequence[ResultKind], chunks: Sequence[Chunk], device_bytes: int, host_bytes: int
 ) -> KeptChunks:
@@ -90,8 +96,7 @@ def place_results(
         device_bytes: free for this; may be negative.
         host_bytes: likewise.
     """
-    of_layer = sum(kind.bytes_per_token // len(kind.keys) for kind in kinds if HEAD not in kind.keys)
-    staging = LAYERS_ON_THEIR_WAY * of_layer * max((chunk.num_tokens for chunk in chunks), default=0)
+    staging = on_their_way(kinds, chunks)
     runs = [[Run(1, kind.device_bytes(chunk), kind.host_bytes(chunk)) for chunk in chunks] for kind in kinds]
     placed = place(runs, device_bytes, host_bytes, staging)
     on_device, on_host = dict[int, list[Key]](), dict[int, list[Key]]()

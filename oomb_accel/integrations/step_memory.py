@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from oomb_accel.foresight import Foresight
 from oomb_accel.integrations.agreement import is_partitioned
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.support import compute_dtype, gathered_bytes, whole_numel
-from oomb_accel.keep import KeptChunks, ResultKind, free_bytes, place_results
+from oomb_accel.keep import KeptChunks, ResultKind, free_bytes, on_their_way, place_results
 from oomb_accel.kept_on_host import ChunkOnHost
 from oomb_accel.kept_results import HEAD, ChunkResults
 from oomb_accel.memory import StreamMemory
@@ -44,7 +45,8 @@ def stream_memory(
     shape = state.page_shape(sparse=selector is not None)
     records = foresight = None
     if rooms is not None:
-        skipped = frozenset(index for index, keys in kept.on_device.items() if 0 in keys)
+        places = (*kept.on_device.items(), *kept.on_host.items())
+        skipped = frozenset(index for index, keys in places if 0 in keys)
         foresight = Foresight(shape, schedule, selector, span_pages=state.span_pages, skipped=skipped)
         records = StreamRecords(state.offload, shape, schedule, rooms, foresight, device)
     on_host = None
@@ -76,8 +78,8 @@ def kept_chunks(
     head: nn.Linear | None,
     keep_last_graph: bool,
 ) -> KeptChunks:
-    """What is kept, by setting and free memory. While pages have to leave the device, it has none to spare, and their
-    copies have the bus.
+    """What is kept, by setting and free memory. While pages have to leave the device, it has none to spare; on the host
+    results have what pages leave, see `divide_pages`.
 
     Args:
         head: where its gradient can be kept.
@@ -95,6 +97,9 @@ def kept_chunks(
     if rooms is None:
         spare = _spare_bytes(state, schedule, device) - wanted_bytes
         found = place_results(kinds, chunks, spare, _host_spare_bytes(state, device))
+    elif rooms.results_bytes:
+        on_host = _host_spare_bytes(state, device) - rooms.host_bytes
+        found = place_results(kinds, chunks, rooms.results_bytes, on_host)
     if wanted is True:
         everything = {chunk.index: [*attention.keys, *found.on_device.get(chunk.index, ())] for chunk in chunks}
         found = replace(found, on_device=everything)
@@ -128,13 +133,24 @@ def divide_pages(state: Attachment, schedule: ChunkSchedule, device: torch.devic
     dtype = compute_dtype(state.base, device)
     outputs = _bytes_before_pages(state, schedule, dtype)
     room = _page_bytes(state, schedule, device, shape, needs) - outputs
-    rooms = divide(shape, schedule, dtype, needs, room, with_gradients=trains, outputs_bytes=outputs)
-    if rooms is None:
-        return None
-    if trains and shape.sparse_layers:
-        living = _living_host_bytes(state, schedule, shape, rooms, dtype)
-        rooms = replace(rooms, host_bytes=min(rooms.host_bytes, living))
-    state.offload.check(rooms.host_bytes, _largest_record(state, shape, device))
+
+    def divided(results_bytes: int) -> PageRooms | None:
+        left = room - results_bytes
+        rooms = divide(shape, schedule, dtype, needs, left, with_gradients=trains, outputs_bytes=outputs)
+        if rooms is None:
+            return None
+        if trains and shape.sparse_layers:
+            living = _living_host_bytes(state, schedule, shape, rooms, dtype)
+            rooms = replace(rooms, host_bytes=min(rooms.host_bytes, living))
+        state.offload.check(rooms.host_bytes, _largest_record(state, shape, device))
+        return replace(rooms, results_bytes=results_bytes)
+
+    rooms = divided(0)
+    if rooms is None or not trains or shape.sparse_layers:  # there copies of pages have the bus
+        return rooms
+    results = _bytes_on_their_way(state, schedule, device, dtype)
+    with suppress(ValueError):  # pages come first
+        rooms = divided(results) if results else rooms
     return rooms
 
 
@@ -223,6 +239,14 @@ def _bytes_before_pages(state: Attachment, schedule: ChunkSchedule, dtype: torch
         return 0
     again = _run_again(schedule, config.keep_last_graph and not is_partitioned(state.model))
     return sum(chunk.num_tokens for chunk in again) * _output_bytes(state, dtype)
+
+
+def _bytes_on_their_way(state: Attachment, schedule: ChunkSchedule, device: torch.device, dtype: torch.dtype) -> int:
+    """Device memory that results need which are kept on the host; 0 where none are."""
+    if state.config.keep_outputs is False or _host_spare_bytes(state, device) <= 0:
+        return 0
+    kinds = _result_kinds(state, None, dtype)
+    return on_their_way(kinds[1:] if state.config.keep_outputs is True else kinds, schedule.chunks)
 
 
 def _run_again(schedule: ChunkSchedule, keep_last_graph: bool) -> Sequence[Chunk]:

@@ -67,6 +67,8 @@ class PageRooms:
     """Of the pools of both kinds."""
     all_bytes: Mapping[Kind, int]
     """Of all records of both kinds, wherever they lie."""
+    results_bytes: int = 0
+    """Device memory that is left to kept results on their way to the host and back."""
 
 
 def divide(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from oomb_accel.plan.job import Job
@@ -26,25 +26,28 @@ class KeptResults(NamedTuple):
 
 
 def kept_results(
-    job: Job, chunks: Sequence[ChunkRun], budget_bytes: int, host_budget_bytes: int, *, offloads: bool
+    job: Job, chunks: Sequence[ChunkRun], budget_bytes: int, host_budget_bytes: int, page_bytes: int
 ) -> tuple[KeptResults, int]:
     """What a step keeps, and device memory that is set aside for what is on its way to the host or back. Gradients of
     the head save the most for their bytes, products of attention the least.
 
     Args:
-        budget_bytes: device memory that nothing else needs; may be negative.
-        host_budget_bytes: likewise.
-        offloads: whether pages leave the device, which then has no memory to spare, nor the bus time.
+        budget_bytes: device memory that nothing else needs; may be negative. Where pages leave the device, what they
+            leave to results on their way.
+        host_budget_bytes: host memory that the process may have for pages and results.
+        page_bytes: what pages take of it. Where they leave the device, nothing is kept in sparse steps: there their
+            copies have the bus.
     """
     again = repeated_chunks(job, chunks)
     attention = Places(range(num_chunks(again)), device_bytes=_device_bytes(again, attention_bytes_per_token(job)))
     always = {"attention": attention} if job.keep_outputs is True else {}
-    sizes = {} if job.keep_outputs is False or offloads else _sizes(job, again, without=always)
-    layers = [sizes[name][0] for name in sizes if name != "head"]
-    longest = max((run.num_tokens for run in again), default=0)
-    staging = LAYERS_ON_THEIR_WAY * longest * sum(layers) // job.model.num_layers
-    budget_bytes -= sum(places.device_bytes for places in always.values())
-    placed = place([runs for _, runs in sizes.values()], budget_bytes, _host_bytes(job, host_budget_bytes), staging)
+    nothing = job.keep_outputs is False or (page_bytes and job.pages.sparse_layers)
+    sizes = {} if nothing else _sizes(job, again, without=always)
+    staging = _staging(job, again, sizes)
+    host_bytes = _host_bytes(job, host_budget_bytes, page_bytes)
+    if not page_bytes:  # otherwise pages have left it
+        budget_bytes -= sum(places.device_bytes for places in always.values())
+    placed = place([runs for _, runs in sizes.values()], budget_bytes, host_bytes, staging)
     places = dict.fromkeys(KeptResults._fields, Places()) | always
     return KeptResults(**places | dict(zip(sizes, placed.kinds, strict=True))), placed.staging_bytes
 
@@ -70,11 +73,27 @@ def _sizes(job: Job, again: Sequence[ChunkRun], without: Collection[str]) -> dic
     return found
 
 
-def _host_bytes(job: Job, host_budget_bytes: int) -> int:
-    """What of the host's memory kept results may take, in whole slabs."""
+def bytes_on_their_way(job: Job, chunks: Sequence[ChunkRun], host_budget_bytes: int, page_bytes: int) -> int:
+    """Device memory that results need which are kept on the host beside pages; 0 where none are."""
+    nothing = job.keep_outputs is False or job.pages.sparse_layers
+    if nothing or _host_bytes(job, host_budget_bytes, page_bytes) <= 0:
+        return 0
+    return _staging(job, chunks, _sizes(job, chunks, without=["attention"] if job.keep_outputs is True else []))
+
+
+def _staging(job: Job, chunks: Sequence[ChunkRun], sizes: Mapping[str, tuple[int, list[Run]]]) -> int:
+    """Device memory for results on their way to the host or back."""
+    layers = [per_token for name, (per_token, _) in sizes.items() if name != "head"]
+    longest = max((run.num_tokens for run in chunks), default=0)
+    return LAYERS_ON_THEIR_WAY * longest * sum(layers) // job.model.num_layers
+
+
+def _host_bytes(job: Job, host_budget_bytes: int, page_bytes: int) -> int:
+    """What of the host's memory kept results may take beside pages, in whole slabs."""
     if job.offload != "auto":
         return 0
     most = host_bytes_for_results(host_budget_bytes, is_asked_for=job.host_memory_bytes is not None)
+    most = max(0, most - page_bytes)
     slab_bytes = slab_bytes_for(most, ALIGNED_BYTES)
     return most // slab_bytes * slab_bytes
 

@@ -11,6 +11,7 @@ from oomb_accel.plan.kept import (
     KeptResults,
     attention_bytes_per_token,
     bytes_before_pages,
+    bytes_on_their_way,
     kept_results,
     repeated_chunks,
 )
@@ -89,20 +90,28 @@ def estimate_memory(job: Job) -> Memory:
         pages_budget = min(pages_budget, job.host_memory_bytes)
     record = max(job.pages.value_record, job.pages.gradient_record)
     chunk_bytes = activations + max(logits, workspace)  # logits are gone when the first layer's backward runs
-    plan = plan_memory(
-        demand,
-        free_device_bytes=free,
-        activation_bytes=chunk_bytes,
-        outputs_bytes=bytes_before_pages(job, chunks),
-        host_budget_bytes=most_in_slabs(pages_budget, slab_bytes_for(pages_budget, record)),
-        chunk_tokens=job.chunk_tokens,
-        offload=job.offload,
-        device_pages_bytes=job.device_pages_bytes,
-        zero_stage=job.zero_stage,
-    )
-    pools = plan.device_value_bytes + plan.device_gradient_bytes
-    spare = free - chunk_bytes - pools - demand.resident_bytes
-    kept, staging = kept_results(job, chunks, spare, pages_budget, offloads=plan.offloads)
+
+    def plan_beside(results_bytes: int) -> MemoryPlan:
+        return plan_memory(
+            demand,
+            free_device_bytes=free - results_bytes,
+            activation_bytes=chunk_bytes,
+            outputs_bytes=bytes_before_pages(job, chunks),
+            host_budget_bytes=most_in_slabs(pages_budget, slab_bytes_for(pages_budget, record)),
+            chunk_tokens=job.chunk_tokens,
+            offload=job.offload,
+            device_pages_bytes=None if job.device_pages_bytes is None else job.device_pages_bytes - results_bytes,
+            zero_stage=job.zero_stage,
+        )
+
+    plan = plan_beside(0)
+    spare = free - chunk_bytes - plan.device_value_bytes - plan.device_gradient_bytes - demand.resident_bytes
+    if plan.offloads:
+        spare, on_their_way = 0, bytes_on_their_way(job, chunks, pages_budget, plan.host_bytes)
+        tighter = plan_beside(on_their_way)
+        if plan.fits and tighter.fits:  # otherwise pages come first
+            plan, spare = tighter, on_their_way
+    kept, staging = kept_results(job, chunks, spare, pages_budget, plan.host_bytes)
     reused = longest * attention_bytes_per_token(job) if kept.attention.on_device else 0
     heads_run_again = len(kept.head.chunks) < num_chunks(repeated_chunks(job, chunks))
     device = {

@@ -251,7 +251,7 @@ def _transfers(job: Job, memory: Memory, step: StepTime, launching: float) -> No
         if values_absent:
             moved = (read + written + read_again) / value_record + dirty * (had + 1) / gradient_record
             by_host += sparse * (num_layers * rates.HOST_LAYER_SECONDS + moved * rates.HOST_RECORD_SECONDS)
-    step.parts["waiting for host memory"] = waiting
+    step.parts["waiting for host memory"] += waiting
     step.parts["host's work for pages"] = max(0.0, by_host - (compute - launching))
 
 

@@ -57,7 +57,7 @@ def test_all_where_there_is_room() -> None:
 def test_chunks_that_run_again_without_the_head_have_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the last chunk is the worst moment, which makes its own attention outputs. One that needs the head is enough
     to have them."""
-    of = job()
+    of = job(offload=False)
     graph, logits = 8192 * activation_bytes_per_token(of), 8192 * 152064 * 2
 
     def worst(of: Job) -> tuple[int, int]:
@@ -143,12 +143,29 @@ def test_zero_3_keeps_outputs_but_no_head_gradients(stage: int, heads: int) -> N
     assert [len(of_kind) for of_kind in kept(found)] == [heads, 7, 7, 7]
 
 
+@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize(("keep_outputs", "chunks"), [("auto", 0), (True, 31)])
-def test_while_pages_leave_there_is_no_memory_to_spare(keep_outputs: Any, chunks: int) -> None:
-    """Also where settings leave a part of the device alone, as the engine does it."""
-    found = estimate(job(M // 4, keep_outputs=keep_outputs, page_grad_dtype="bfloat16", device_pages_bytes=4 * GIB))
+def test_while_pages_leave_there_is_no_memory_to_spare(keep_outputs: Any, chunks: int, sparse: bool) -> None:
+    """Also where settings leave a part of the device alone, as the engine does it. Dense steps use the host's."""
+    of = job(M // 4, keep_outputs=keep_outputs, page_grad_dtype="bfloat16", device_pages_bytes=4 * GIB)
+    found = estimate(replace(of, attention="sparse") if sparse else of)
     assert found.memory.plan.offloads
-    assert [len(of_kind) for of_kind in kept(found)] == [0, chunks, 0, 0]
+    assert [len(places.on_device) for places in found.memory.kept] == [0, chunks, 0, 0]
+    assert any(places.on_host for places in found.memory.kept) is not sparse
+
+
+def test_results_on_the_host_leave_pages_their_room() -> None:
+    """A step fits with and without, and does not get longer by them."""
+    for gib in (48, 64, 96, 256):
+        of = job(M // 2, page_grad_dtype="bfloat16", host_bytes=gib * GIB, device_pages_bytes=24 * GIB)
+        found, without = estimate(of), estimate(replace(of, keep_outputs=False))
+        pages = found.memory.pinned["K, V and page gradients"]
+        assert found.fits and without.memory.plan.offloads
+        assert 0 <= pages - without.memory.pinned["K, V and page gradients"] < 2 * GIB
+        half = (gib - min(gib / 16, 4) - 2) / 2 * GIB
+        assert found.memory.pinned["kept outputs"] <= max(0, half - found.memory.plan.host_bytes)
+        assert bool(found.memory.pinned["kept outputs"]) == (gib > 64)
+        assert found.time.seconds <= without.time.seconds
 
 
 @pytest.mark.parametrize("kind", ENDS)
@@ -189,7 +206,7 @@ def test_outputs_that_are_wanted_have_their_room_before_pages() -> None:
     of = job(300 * 1024, keep_outputs=True)
     asked, auto = estimate(of), estimate(replace(of, keep_outputs="auto"))
     assert asked.fits and asked.memory.plan.offloads and not auto.memory.plan.offloads
-    assert kept(asked) == [[], list(range(37)), [], []]
+    assert [len(places.on_device) for places in asked.memory.kept] == [0, 37, 0, 0]
     assert asked.memory.device_bytes <= 0.94 * of.gpu.memory_bytes
     assert asked.memory.pinned["K, V and page gradients"] > 0
     assert not estimate(replace(of, offload=False)).fits

@@ -1,0 +1,124 @@
+"""Results of the forward sweep on the host, where pages leave the device too: dense steps keep both there."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from oomb_accel import OombConfig
+from oomb_accel.host import HostMemoryError, HostStack
+from oomb_accel.integrations import step_memory
+from oomb_accel.integrations.attachment import attachment_of
+from oomb_accel.plan import kept as kept_module
+from oomb_accel.plan import sizes
+from oomb_accel.plan.job import Job
+from oomb_accel.progress import GIB
+from oomb_accel.schedule import ChunkSchedule
+from tests.harness.batches import documents_of, padded
+from tests.harness.late import LateMover
+from tests.harness.models import twin
+from tests.harness.parity import chunked, config, parameter_gradients, switched_on
+from tests.harness.sparse import sparse
+from tests.harness.tolerance import assert_same_bits
+from tests.test_kept_on_host import LAYOUTS, MIB, STAGING, Placed, Rooms, late, model, placed, rooms
+
+__all__ = ["late", "model", "placed", "rooms"]  # fixtures
+SMALL: dict[str, Any] = {"span_tokens": 8, "device_pages_gib": 110 * 1024 / GIB}
+"""Room for a few layers' pages."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("keep", ["auto", True])
+@pytest.mark.parametrize("grads", ["float32", "bfloat16"])
+def test_no_bit_changes(
+    layout: str, keep: Any, grads: Any, model: nn.Module, rooms: Rooms, placed: Placed, late: LateMover
+) -> None:
+    settings = config(**SMALL, page_grad_dtype=grads, keep_outputs=False)
+    wanted = chunked(twin(model), LAYOUTS[layout], settings)
+    of_pages = dict(late.num_bytes)
+    assert min(of_pages.values()) > 0
+    rooms(0, 64 * MIB)
+    placed.clear()
+    found = chunked(twin(model), LAYOUTS[layout], config(**SMALL, page_grad_dtype=grads, keep_outputs=keep))
+    kept = placed[0]
+    assert kept["products on the host"] and (kept["attention"] if keep is True else kept["attention on the host"])
+    assert not kept["products"] and late.num_bytes["down"] - of_pages["down"] > of_pages["down"]
+    assert_same_bits(found.loss, wanted.loss)
+    assert_same_bits(found.gradients, wanted.gradients)
+
+
+@pytest.mark.parametrize("settings", [sparse(**SMALL), config(**SMALL, keep_outputs=False)], ids=["sparse", "off"])
+def test_nothing_beside_copies_of_selected_pages(
+    settings: OombConfig, model: nn.Module, rooms: Rooms, placed: Placed, late: LateMover
+) -> None:
+    rooms(0, 64 * MIB)
+    chunked(twin(model), LAYOUTS["one document"], settings)
+    assert late.num_bytes["down"] > 0 and not any(placed[0].values())
+
+
+def test_results_that_are_lost_are_made_again(
+    model: nn.Module, rooms: Rooms, late: LateMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the recompute reads pages, which nobody had foreseen."""
+    wanted = chunked(twin(model), LAYOUTS["odd lengths"], config(**SMALL, keep_outputs=False))
+    calls, take = 0, HostStack.take
+
+    def refuse(self: HostStack, num_bytes: int) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise HostMemoryError("no memory")
+        return take(self, num_bytes)
+
+    monkeypatch.setattr(HostStack, "take", refuse)
+    rooms(0, 64 * MIB)
+    found = chunked(twin(model), LAYOUTS["odd lengths"], config(**SMALL))
+    assert calls > 100
+    assert_same_bits(found.gradients, wanted.gradients)
+
+
+@pytest.mark.parametrize("kib", [200, 400, 1000])
+def test_pages_have_their_room_first(
+    kib: int, model: nn.Module, late: LateMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the host's memory and of the device's: what is asked for is made, no more, and pages never lack it."""
+    for name in ("_SMALLEST_SLAB_BYTES", "LARGEST_SLAB_BYTES"):
+        monkeypatch.setattr(sizes, name, mmap.PAGESIZE)
+    limit = kib * 1024
+    layout = padded(documents_of(150))
+    with switched_on(twin(model), config(**SMALL, host_memory_gib=limit / GIB, keep_outputs=False)) as ours:
+        ours(**layout.batch).loss.backward()
+        arena, wanted = attachment_of(ours).offload.arena, parameter_gradients(ours)
+        assert arena is not None
+        of_pages = arena.num_bytes
+    monkeypatch.setattr(step_memory, "_host_spare_bytes", lambda state, _: state.offload.spare_bytes())
+    with switched_on(twin(model), config(**SMALL, host_memory_gib=limit / GIB)) as ours:
+        ours(**layout.batch).loss.backward()
+        arena = attachment_of(ours).offload.arena
+        assert arena is not None and arena.num_bytes <= limit and arena.free_bytes == arena.num_bytes
+        assert (arena.num_bytes > of_pages) == (limit - of_pages > STAGING)
+        assert_same_bits(parameter_gradients(ours), wanted)
+
+
+def test_the_device_leaves_as_much_to_results_as_the_estimate_says(model: nn.Module, rooms: Rooms) -> None:
+    rooms(0, 64 * MIB)
+    for keep in ("auto", True):
+        with switched_on(twin(model), config(**SMALL, keep_outputs=keep)) as ours:
+            state = attachment_of(ours)
+            with torch.enable_grad():
+                schedule = ChunkSchedule.build([150], range(149), chunk_tokens=state.chunk_tokens, page_tokens=4)
+                found = step_memory._bytes_on_their_way(state, schedule, torch.device("cpu"), torch.float32)
+            job = Job(
+                model=state.model_shape(),
+                tokens=150,
+                chunk_tokens=state.chunk_tokens,
+                page_tokens=4,
+                lora_r=4,
+                compute_dtype="float32",
+                keep_outputs=keep,
+            )
+            assert found == kept_module.bytes_on_their_way(job, job.chunks(), GIB, 0) > 0
