@@ -125,13 +125,13 @@ class OombConfig(_Given):
     """Keep outputs of the forward sweep, so that the recompute need not make them again.
 
     First comes the gradient of the head, ``2 * hidden + 4`` bytes per token in bf16, so that the recompute skips a
-    frozen head; then attention outputs and LSE, ``2 * heads * head_dim + 4 * heads`` bytes per token and layer, so that
-    it skips attention; then outputs of the last product of each MLP, ``2 * (hidden + r)`` bytes, and of attention's, as
-    many, so that it skips these products where they have LoRA adapters. ``"auto"`` keeps those of the latest chunks on
-    the device, as many as its free memory allows, and those of the chunks before them in pinned host memory, but in
-    sparse steps only where all pages stay on the device: up to half of what this process may have of it, or up to ``host_memory_gib`` where that is a
-    number; nothing with ``offload=False``. True keeps all attention outputs on the device, whatever is free, and the
-    rest as ``"auto"`` does; False keeps nothing.
+    frozen head; then attention outputs and LSE, ``2 * heads * head_dim + 4 * heads`` bytes per token and layer, so
+    that it skips attention; then outputs of the last product of each MLP, ``2 * (hidden + r)`` bytes, and of
+    attention's, as many, so that it skips these products where they have LoRA adapters. ``"auto"`` keeps those of the
+    latest chunks on the device, as many as its free memory allows, and those of the chunks before them in pinned host
+    memory, but in sparse steps only where all pages stay on the device: up to half of what this process may have of
+    it, or up to ``host_memory_gib`` where that is a number; nothing with ``offload=False``. True keeps all attention
+    outputs on the device, whatever is free, and the rest as ``"auto"`` does; False keeps nothing.
     """
 
     keep_last_graph: bool = True

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from oomb_accel import OombConfig
-from oomb_accel.host import HostMemoryError, HostStack
 from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.plan import kept as kept_module
@@ -24,7 +23,7 @@ from tests.harness.models import twin
 from tests.harness.parity import chunked, config, parameter_gradients, switched_on
 from tests.harness.sparse import sparse
 from tests.harness.tolerance import assert_same_bits
-from tests.test_kept_on_host import LAYOUTS, MIB, STAGING, Placed, Rooms, late, model, placed, rooms
+from tests.test_kept_on_host import LAYOUTS, MIB, STAGING, Placed, Rooms, late, model, placed, refuse_every_third, rooms
 
 __all__ = ["late", "model", "placed", "rooms"]  # fixtures
 SMALL: dict[str, Any] = {"span_tokens": 8, "device_pages_gib": 110 * 1024 / GIB}
@@ -65,19 +64,10 @@ def test_results_that_are_lost_are_made_again(
 ) -> None:
     """Then the recompute reads pages, which nobody had foreseen."""
     wanted = chunked(twin(model), LAYOUTS["odd lengths"], config(**SMALL, keep_outputs=False))
-    calls, take = 0, HostStack.take
-
-    def refuse(self: HostStack, num_bytes: int) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 3 == 0:
-            raise HostMemoryError("no memory")
-        return take(self, num_bytes)
-
-    monkeypatch.setattr(HostStack, "take", refuse)
+    num_calls = refuse_every_third(monkeypatch)
     rooms(0, 64 * MIB)
     found = chunked(twin(model), LAYOUTS["odd lengths"], config(**SMALL))
-    assert calls > 100
+    assert next(num_calls) > 100
     assert_same_bits(found.gradients, wanted.gradients)
 
 

@@ -341,6 +341,19 @@ def test_a_step_that_fails_gives_everything_back(call: int, model: nn.Module, ro
         assert_given_back(ours)
 
 
+def refuse_every_third(monkeypatch: pytest.MonkeyPatch) -> itertools.count[int]:
+    """Results that the host has no place for. Returns what counts the calls."""
+    calls, take = itertools.count(1), HostStack.take
+
+    def refuse(self: HostStack, num_bytes: int) -> Any:
+        if next(calls) % 3 == 0:
+            raise HostMemoryError("no memory")
+        return take(self, num_bytes)
+
+    monkeypatch.setattr(HostStack, "take", refuse)
+    return calls
+
+
 def test_host_memory_that_is_refused_is_done_without(
     model: nn.Module, rooms: Rooms, placed: Placed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,22 +367,13 @@ def test_host_memory_that_is_refused_is_done_without(
     assert not any(placed[0].values())
     assert_same_bits(found.gradients, wanted.gradients)
 
-    calls, take = 0, HostStack.take
-
-    def refuse(self: HostStack, num_bytes: int) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 3 == 0:
-            raise HostMemoryError("no memory")
-        return take(self, num_bytes)
-
-    monkeypatch.setattr(HostStack, "take", refuse)
+    num_calls = refuse_every_third(monkeypatch)
     rooms(STAGING, 64 * MIB)
     with switched_on(twin(model), config()) as ours:
         step(ours, LAYOUTS["one document"])
         assert_same_bits(parameter_gradients(ours), wanted.gradients)
         assert_given_back(ours)
-    assert calls > 100
+    assert next(num_calls) > 100
 
 
 @pytest.mark.parametrize(("offload", "expected"), [("auto", True), (True, False), (False, False)])
