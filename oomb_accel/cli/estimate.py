@@ -17,6 +17,7 @@ from oomb_accel.plan import (
     GPUS,
     Adapters,
     Job,
+    check_settings,
     choose,
     dtypes_of,
     estimate,
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     job = _job(options, config, rope)
     _check_typed(options, _names(arguments))
     _check_machine(job)
+    check_settings(job)
     job, reasons = _chosen(job, options)
     reasons = (*_where_distinct_is_from(options), *reasons)
     found = estimate(job)

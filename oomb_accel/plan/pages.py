@@ -109,6 +109,8 @@ class PageDemand:
     """Of float8 pages."""
     list_bytes: int = 0
     """Recorded page lists of all chunks."""
+    may_be_float8: bool = True
+    """Whether the GPU can read K and V in float8, for advice."""
     most_bytes: int | None = None
     """Most bytes of values and gradients that exist at one moment, where that is less than all of them: gradients come
     into being at their first contribution, and both go chunk by chunk in the backward sweep."""

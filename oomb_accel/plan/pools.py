@@ -317,7 +317,7 @@ def _halvings(demand: PageDemand) -> Iterator[tuple[Remedy, PageDemand]]:
                 most_gradient_bytes=None if most_gradients is None else most_gradients // 2,
             ),
         )
-    if demand.value_dtype != "float8":
+    if demand.value_dtype != "float8" and demand.may_be_float8:
         yield (
             Remedy("page_dtype='float8'", {"page_dtype": "float8"}, "which halves K and V"),
             replace(
