@@ -135,6 +135,11 @@ def _notes(found: Estimate, longest: int | None) -> list[str]:
         )
     if job.keep_outputs == "host" and found.memory.plan.offloads:
         notes.append("keep_outputs='host' keeps nothing here: pages leave the GPU, and their copies have the bus.")
+    if job.lora_r and not job.adapters.plain:
+        notes.append(
+            "Adapters with dropout or DoRA are estimated as plain LoRA that PEFT runs: what dropout's masks and DoRA's "
+            "norms take on top, in memory and time, was not measured and is left out."
+        )
     trained = job.model.trained_tokens
     if trained is not None and max(job.tokens, longest or 0) > trained:
         notes.append(
