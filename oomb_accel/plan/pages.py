@@ -6,7 +6,7 @@ A record is K and V (or their gradients) of one page of one KV head of one layer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -74,17 +74,26 @@ class PageLayout:
 
     def distinct_pages(self, past_pages: int, num_queries: int) -> float:
         """Distinct pages to which one KV head of a sparse layer attends in a chunk, of its past."""
-        if not self.selects(past_pages):
-            return past_pages
-        candidates = past_pages - self.always_pages
+        return self.distinct_pages_of(num_queries)(past_pages)
+
+    def distinct_pages_of(self, num_queries: int) -> Callable[[int], float]:
+        """The same as a function of the past, for many chunks."""
+        always, top_k, share, budget = self.always_pages, self.top_k, self.distinct, self.page_budget
         lists = -(-num_queries // self.q_block)
-        if self.distinct is None:
-            pages = candidates * (1 - (1 - self.top_k / candidates) ** lists)
-        else:
-            pages = self.distinct * min(candidates, lists * self.top_k)
-        if self.page_budget is not None:
-            pages = min(pages, self.page_budget)
-        return self.always_pages + max(pages, self.top_k)
+
+        def distinct_pages(past_pages: int) -> float:
+            candidates = past_pages - always
+            if candidates <= top_k:  # it does not select
+                return past_pages
+            if share is None:
+                pages = candidates * (1 - (1 - top_k / candidates) ** lists)
+            else:
+                pages = share * min(candidates, lists * top_k)
+            if budget is not None:
+                pages = min(pages, budget)
+            return always + max(pages, top_k)
+
+        return distinct_pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,12 +226,18 @@ def _most_bytes(
         """Of all layers and heads."""
         return int(num_bytes / num_pages * num_records)
 
+    value_record, gradient_record = layout.value_record, layout.gradient_record
     most, most_gradients, most_dense, most_dense_gradients = 0.0, 0.0, 0.0, 0.0
     untouched, there = 1.0, num_pages
-    in_order = ((run, number) for run in reversed(runs) for number in reversed(range(run.count)))
-    for run, number in in_order:
+    in_order = (
+        (run, number, distinct_pages)
+        for run in reversed(runs)
+        for distinct_pages in (layout.distinct_pages_of(run.num_tokens),)
+        for number in reversed(range(run.count))
+    )
+    for run, number, distinct_pages in in_order:
         # Chunks before this one find no more pages, and gradients of all of them.
-        values, whole = there * layout.value_record, there * layout.gradient_record
+        values, whole = there * value_record, there * gradient_record
         of_all = whole <= most_gradients and whole + values <= most
         if of_all and whole * dense <= most_dense_gradients and whole * dense + values <= most_dense:
             break
@@ -230,9 +245,9 @@ def _most_bytes(
         if not run.own_pages or (run.starts and number == 0):  # the past is another document's than what comes next
             untouched = 1.0
         if past:
-            untouched *= 1 - layout.distinct_pages(past, run.num_tokens) / past
-        gradients = past * (1 - (1 - dense) * untouched) * layout.gradient_record
-        of_dense = past * dense * layout.gradient_record
+            untouched *= 1 - distinct_pages(past) / past
+        gradients = past * (1 - (1 - dense) * untouched) * gradient_record
+        of_dense = past * dense * gradient_record
         most_gradients, most = max(most_gradients, gradients), max(most, values + gradients)
         most_dense_gradients, most_dense = max(most_dense_gradients, of_dense), max(most_dense, values + of_dense)
         there -= run.own_pages

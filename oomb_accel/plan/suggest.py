@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oomb_accel.plan.fit import CHUNKS, LONGEST, Estimate, estimate, fits, largest_tokens
+from oomb_accel.plan.fit import CHUNKS, LONGEST, Estimate, estimate, estimate_that_fits, fits, largest_tokens
 from oomb_accel.plan.job import Job, are_settings_refused
 from oomb_accel.plan.memory import estimate_memory
 from oomb_accel.plan.pools import SHORTEST_CHUNK
@@ -41,7 +41,7 @@ def suggestions(job: Job) -> list[Suggestion]:
     then other machines, with settings where it takes both."""
     settings, machines = (
         sorted(
-            (s for s in (Suggestion(change, estimate(changed)) for change, changed in changes) if s.estimate.fits),
+            (Suggestion(change, found) for change, changed in changes if (found := estimate_that_fits(changed))),
             key=lambda s: s.estimate.time.seconds,
         )
         for changes in (_allowed_changes(job), _machines(job))
