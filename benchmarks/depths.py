@@ -19,7 +19,7 @@ from torch import Tensor
 import oomb_accel
 from benchmarks.floor import floor_seconds
 from benchmarks.registry import GIB, Row, benchmark
-from benchmarks.whole_step import config_of
+from benchmarks.whole_step import SIDES, config_of
 from oomb_accel.bench.models import SHAPES, lora_model
 from oomb_accel.gradients import StepGradients
 from oomb_accel.integrations import step
@@ -85,7 +85,7 @@ class _AtDepths(StepRecurrence):
         return time.perf_counter()
 
 
-@benchmark("depths")
+@benchmark("depths", [side for side in SIDES if side.startswith("oomb")])
 def depths(
     *, shape: str, lengths: list[int], sides: list[str], chunk_tokens: int, timed: int, device: torch.device
 ) -> Iterator[Row]:

@@ -43,7 +43,7 @@ SIDES: dict[str, dict[str, Any]] = {
 POOL_SHARE = 1 / 7
 
 
-@benchmark("offload")
+@benchmark("offload", SIDES)
 def offload(
     *, shape: str, lengths: list[int], sides: list[str], chunk_tokens: int, timed: int, device: torch.device
 ) -> Iterator[Row]:

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity
 from benchmarks.floor import floor_seconds
 from benchmarks.registry import Row, benchmark
 from benchmarks.step_parts import GAPS, Launch, floors, part_of
-from benchmarks.whole_step import config_of, switch_on
+from benchmarks.whole_step import SIDES, config_of, switch_on
 from oomb_accel import OombConfig
 from oomb_accel.bench.models import LORA_RANK, SHAPES, lora_model
 from oomb_accel.bench.step import training_step
@@ -32,7 +32,7 @@ from oomb_accel.plan.shape import ModelShape, shape_of
 _MOST_LARGEST = 40
 
 
-@benchmark("profile_step")
+@benchmark("profile_step", SIDES)
 def profile_step(
     *, shape: str, lengths: list[int], sides: list[str], chunk_tokens: int, timed: int, device: torch.device
 ) -> Iterator[Row]:

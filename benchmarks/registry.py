@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 import torch
 
-BENCHMARKS: dict[str, Callable[..., Iterator[Row]]] = {}
+Benchmark: TypeAlias = "Callable[..., Iterator[Row]]"
+BENCHMARKS: dict[str, Benchmark] = {}
+SIDES_OF: dict[str, tuple[str, ...]] = {}
+"""By benchmark, what it can measure."""
 GIB = 1024**3
 
 
@@ -44,11 +47,11 @@ class Row:
         return stored | {"tokens_per_second": self.tokens_per_second}
 
 
-def benchmark(name: str) -> Callable[[Callable[..., Iterator[Row]]], Callable[..., Iterator[Row]]]:
-    """Register a function that yields rows."""
+def benchmark(name: str, sides: Iterable[str]) -> Callable[[Benchmark], Benchmark]:
+    """Register a function that yields rows of these sides."""
 
-    def register(function: Callable[..., Iterator[Row]]) -> Callable[..., Iterator[Row]]:
-        BENCHMARKS[name] = function
+    def register(function: Benchmark) -> Benchmark:
+        BENCHMARKS[name], SIDES_OF[name] = function, tuple(sides)
         return function
 
     return register

@@ -56,7 +56,7 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 
 
-@benchmark("whole_step")
+@benchmark("whole_step", SIDES)
 def whole_step(
     *, shape: str, lengths: list[int], sides: list[str], chunk_tokens: int, timed: int, device: torch.device
 ) -> Iterator[Row]:

@@ -55,7 +55,7 @@ Step = Callable[[Tensor], float]
 """One optimizer step on a document ``[1, tokens]``; returns the loss."""
 
 
-@benchmark("zero")
+@benchmark("zero", SIDES)
 def zero(
     *, shape: str, lengths: list[int], sides: list[str], chunk_tokens: int, timed: int, device: torch.device
 ) -> Iterator[Row]:

@@ -302,7 +302,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sparse: layers that are to stay dense select pages",
-        "oomb_accel/integrations/support.py",
+        "oomb_accel/plan/limits.py",
         "    return frozenset(full - dense)",
         "    return frozenset(full)",
         SPARSE,

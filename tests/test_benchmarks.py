@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import depths, long_document, offload, run
-from benchmarks.registry import BENCHMARKS, Row, table
+from benchmarks.registry import BENCHMARKS, SIDES_OF, Row, table
 from oomb_accel.training.data import load_corpus
 from oomb_accel.training.model import load_tokenizer
 from oomb_accel.training.recipe import Recipe
@@ -117,3 +117,42 @@ def test_a_pool_that_is_too_small_is_said_in_its_row(monkeypatch: pytest.MonkeyP
         shape="tiny", lengths=[600], sides=["offload-dense"], chunk_tokens=128, timed=1, device=torch.device("cpu")
     )
     assert resident.seconds > 0 and not small.seconds > 0 and small.note.startswith("The device has too little memory")
+
+
+def refusal(words: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the command line ends with."""
+    monkeypatch.setattr(sys, "argv", ["run", *words.split()])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stop:
+        run.main()
+    return str(stop.value).splitlines()
+
+
+@pytest.mark.parametrize("name", sorted(BENCHMARKS))
+def test_a_real_shape_needs_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take forever on a CPU."""
+    what, seen, remedy = refusal(f"{name} --sides {SIDES_OF[name][0]}", monkeypatch)
+    assert "needs a CUDA device for the shape qwen2.5-7b" in what and "0 CUDA devices" in seen
+    assert "--shape tiny" in remedy
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("whole_step --sides oomb-no-kep", ["'oomb-no-kep' of whole_step", "Did you mean 'oomb-no-kept'?"]),
+        ("whole_step --sides zero2", ["'zero2' of whole_step"]),
+        ("zero", ["'oomb' of zero", "plain"]),
+        ("depths --sides peer", ["'peer' of depths"]),
+        ("whole_step --shape qwen2.5-7", ["Unknown shape", "Did you mean 'qwen2.5-7b'?"]),
+    ],
+)
+def test_what_a_benchmark_does_not_know(words: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = refusal(words, monkeypatch)
+    assert len(lines) == 3 and all(part in "\n".join(lines) for part in said), lines
+
+
+def test_help_names_each_side_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "5000")  # names are folded at their hyphens
+    refusal("--help", monkeypatch)
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("oomb-bf16-grads-no-kept") == text.count("zero3-full-offload-step") == 1

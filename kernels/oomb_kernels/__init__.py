@@ -19,8 +19,7 @@ from oomb_kernels.lse_merge import merge_attention_
 from oomb_kernels.page_accumulate import accumulate_pages
 from oomb_kernels.page_attention import page_attention_backward, page_attention_forward
 from oomb_kernels.page_backward import backward_workspace_bytes
-from oomb_kernels.page_call import check_page_kernels
-from oomb_kernels.page_float8 import FLOAT8, check_float8, quantize_pages
+from oomb_kernels.page_float8 import FLOAT8, quantize_pages
 from oomb_kernels.page_lists import PageLists
 from oomb_kernels.page_select import page_centroids, page_mass, pool_queries, top_pages
 from oomb_kernels.page_store import add_pages_, load_pages, store_pages
@@ -40,8 +39,6 @@ __all__ = [
     "available_copy_methods",
     "backward_workspace_bytes",
     "best_copy_method",
-    "check_float8",
-    "check_page_kernels",
     "checksums",
     "choose_backend",
     "clear_records",

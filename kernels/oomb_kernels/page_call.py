@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from oomb_kernels.launch import next_power_of_2
 from oomb_kernels.layout import vector_aligned
-from oomb_kernels.page_float8 import FLOAT8, records_reference
+from oomb_kernels.page_float8 import records_reference
 from oomb_kernels.page_lists import PageLists
 from oomb_kernels.page_tiles import Tiles
 
@@ -99,39 +99,13 @@ def ds_tiles_of(ds: Tensor, tiles: Tiles) -> TensorDescriptor | Tensor:
     return TensorDescriptor(ds, list(ds.shape), list(ds.stride()), [tiles.block_n, tiles.block_m])
 
 
-def check_page_kernels(dtype: torch.dtype, head_dim: int, page_tokens: int, block_tokens: int) -> None:
-    """Refuse sizes that the kernels cannot run, before anything is computed.
-
-    Args:
-        dtype: of the pages.
-
-    Raises:
-        ValueError: pages or query blocks that no tile divides, or a head_dim that the copy engine cannot step over.
-    """
-    if dtype == torch.float64:
-        return  # runs by the definition, in plain torch
-    step = 16 // dtype.itemsize
-    if head_dim % step:
-        remedy = "page_dtype='model'" if dtype == FLOAT8 else "attention='dense'"
-        raise ValueError(
-            f"head_dim must be a multiple of {step} for the sparse kernels in {dtype}.\n  Got {head_dim}.\n"
-            f"  Use {remedy} for this model."
-        )
-    for name, tokens in (("page_tokens", page_tokens), ("q_block", block_tokens)):
-        if tokens % _SMALLEST_TILE:
-            raise ValueError(
-                f"{name} must be a multiple of {_SMALLEST_TILE} for the sparse kernels.\n  Got {name}={tokens}.\n"
-                f"  Set {name}={-(-tokens // _SMALLEST_TILE) * _SMALLEST_TILE}."
-            )
-
-
 def check_kernel_inputs(pool: Tensor, lists: PageLists, *tensors: Tensor) -> None:
-    """Check sizes and layouts of a launch.
-
-    Raises:
-        ValueError: as `check_page_kernels`.
-    """
-    check_page_kernels(pool.dtype, pool.shape[3], pool.shape[2], lists.block_tokens)
+    """Check sizes and layouts of a launch: pages and query blocks in whole tiles, rows that the copy engine can step
+    over. What a user may have set is refused before (`oomb_accel.plan.limits`)."""
+    page_tokens, head_dim = pool.shape[2:]
+    assert head_dim * pool.dtype.itemsize % 16 == 0, "the rows of a page must be whole 16 bytes"
+    assert page_tokens % _SMALLEST_TILE == 0, "pages must be whole tiles"
+    assert lists.block_tokens % _SMALLEST_TILE == 0, "query blocks must be whole tiles"
     assert pool.is_contiguous() and lists.pages_GBK.is_contiguous() and lists.counts_GB.is_contiguous()
     assert all(x.stride(-1) == 1 for x in tensors), "the last dimension must be contiguous"
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from oomb_kernels.launch import next_power_of_2
 
 FLOAT8 = torch.float8_e4m3fn
-_LEAST_CAPABILITY = (8, 9)
-"""Of devices that convert e4m3 numbers."""
 _TILE_ELEMENTS = 4096
 
 
@@ -127,24 +125,3 @@ def launch_quantize_pages(pool: Tensor, slots_GN: Tensor, k_GTD: Tensor, v_GTD: 
             *slots_GN.stride(), *k_GTD.stride()[:2], *v_GTD.stride()[:2], *scales_GN2.stride()[:2],
             P=page_tokens, D=head_dim, BLOCK_P=block_p, BLOCK_D=block_d,
         )  # fmt: skip
-
-
-def check_float8(device: torch.device, setting: str = "page_dtype") -> None:
-    """Refuse a device that cannot read numbers in e4m3.
-
-    Args:
-        setting: that asks for them.
-
-    Raises:
-        ValueError: a GPU older than Ada and Hopper.
-    """
-    if device.type != "cuda":
-        return  # runs by the definition, in plain torch
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _LEAST_CAPABILITY:
-        raise ValueError(
-            f"This GPU has no 8-bit floats, which {setting}='float8' asks for.\n"
-            f"  {torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, "
-            f"needed is {_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]}.\n"
-            f"  Set {setting}='model'."
-        )

@@ -17,7 +17,9 @@ from oomb_accel.cli import env
 from oomb_accel.cli.devices import has_nvidia_gpu, what_torch_sees
 from oomb_accel.cli.options import Parser, num_tokens
 from oomb_accel.cli.report_file import add_json_option, check_writable, tables_beside, write_json
+from oomb_accel.plan.limits import check_page_kernels
 from oomb_accel.plan.sizes import parts_of
+from oomb_accel.setting_text import dtype_name
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _PAGE_GRAD_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,6 +65,8 @@ def main(arguments: Sequence[str]) -> int:
         float8=options.page_dtype == "float8",
         seed=options.seed,
     )
+    pages = "float8" if sizes.float8 else dtype_name(sizes.dtype)
+    check_page_kernels(pages, sizes.head_dim, sizes.page_tokens, sizes.block_tokens)
     check_writable(options.json)
     with tables_beside(options.json):
         report = _measured(options, sizes, chosen["repeats"])

@@ -7,16 +7,17 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from oomb_accel.cli.estimate_origins import as_of_another_gpu, distinct_share, where_distinct_is_from
 from oomb_accel.cli.estimate_tables import estimate_report
-from oomb_accel.cli.options import Parser, num_tokens, number, tokens_of
+from oomb_accel.cli.options import Parser, check_recipe_is_first, is_recipe, num_tokens, number, tokens_of
 from oomb_accel.config import OombConfig
 from oomb_accel.plan import (
     GPUS,
     Adapters,
     Job,
+    check_settings,
     choose,
     dtypes_of,
     estimate,
@@ -48,12 +49,13 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: an unknown model, GPU or option, or a value that is not allowed.
     """
     options, config, rope = _options(arguments)
-    options.distinct_run, options.distinct = _distinct(options.distinct)
+    options.distinct_run, options.distinct = distinct_share(options.distinct)
     job = _job(options, config, rope)
     _check_typed(options, _names(arguments))
     _check_machine(job)
+    check_settings(job)
     job, reasons = _chosen(job, options)
-    reasons = (*_where_distinct_is_from(options), *reasons)
+    reasons = (*where_distinct_is_from(options), *as_of_another_gpu(options, job), *reasons)
     found = estimate(job)
     changes = [] if found.fits else suggestions(job)
     longest = largest_tokens(job)
@@ -84,8 +86,9 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, 
         ValueError: as reading a recipe, or a recipe without a length.
     """
     parser = _parser()
-    path = arguments[0] if arguments and Path(arguments[0]).suffix.lower() in (".yaml", ".yml") else None
+    path = arguments[0] if arguments and is_recipe(arguments[0]) else None
     if path is None:
+        check_recipe_is_first("oomb estimate", arguments)
         config = OombConfig()
         parser.set_defaults(**_defaults(config))
         return parser.parse_args(arguments), config, None
@@ -216,35 +219,6 @@ def _length(text: str) -> int:
             f"  Use --length {LONGEST >> 20}M or less."
         )
     return tokens
-
-
-def _distinct(text: str | None) -> tuple[str | None, float | None]:
-    """The run that was named, and the share of distinct pages: a number, or the mean over the steps of that run.
-
-    Raises:
-        ValueError: there is no such run, or it did not select pages.
-    """
-    if text is None:
-        return None, None
-    try:
-        return None, float(text)
-    except ValueError:
-        pass
-    from oomb_accel.cli.report_data import METRICS, read_run
-
-    steps = read_run(Path(text)).metrics
-    shares = [float(row["distinct_share"]) for row in steps if "distinct_share" in row]
-    if not shares:
-        raise ValueError(
-            f"The run in {text!r} does not say how many distinct pages its lists named.\n"
-            f"  {METRICS} has {len(steps)} step(s), none of them with distinct_share.\n"
-            "  Give a run with sparse attention on documents longer than its lists reach, or a number such as 0.25."
-        )
-    return text, sum(shares) / len(shares)
-
-
-def _where_distinct_is_from(options: argparse.Namespace) -> tuple[str, ...]:
-    return () if options.distinct_run is None else (f"distinct={options.distinct:.3g}, as in {options.distinct_run}",)
 
 
 def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[str, Any] | None) -> Job:

@@ -133,6 +133,11 @@ def _notes(found: Estimate, longest: int | None) -> list[str]:
             f"(--distinct {_DISTINCT_OF_TEXT}), a step takes {text:,.0f} s. A run on your text logs its own share: "
             "--distinct OUTPUT_DIR."
         )
+    if job.lora_r and not job.adapters.plain:
+        notes.append(
+            "Adapters with dropout or DoRA are estimated as plain LoRA that PEFT runs: what dropout's masks and DoRA's "
+            "norms take on top, in memory and time, was not measured and is left out."
+        )
     trained = job.model.trained_tokens
     if trained is not None and max(job.tokens, longest or 0) > trained:
         notes.append(

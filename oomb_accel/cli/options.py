@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
+import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from oomb_accel.config import unknown_message
@@ -33,7 +36,13 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ValueError: one is unknown, wrong or missing.
         """
-        return super().parse_args(None if args is None else self._checked(args), namespace)
+        found, left = super().parse_known_args(None if args is None else self._checked(args), namespace)
+        if left:
+            names = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+            raise ValueError(
+                unknown_message("word", left[0], names, "on the command line", nearest=self._meant(left[0], names))
+            )
+        return found
 
     def parse_some(self, args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """The options that are known, and the words that are left for somebody else.
@@ -47,6 +56,21 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(
             f"{self.prog} does not work like this.\n  {message[:300]}.\n  {self.prog} --help says what it takes."
         )
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse's, with the nearest choice."""
+        if action.choices is not None and value not in action.choices:
+            name = action.option_strings[0] if action.option_strings else action.dest
+            raise ValueError(unknown_message("value", str(value), list(map(str, action.choices)), f"for {name}"))
+
+    def _meant(self, word: str, names: list[str]) -> str | None:
+        """The option that a word without dashes is near, or the only one that takes it for a value."""
+        takers = [action.option_strings[0] for action in self._actions if word in (action.choices or ())]
+        if len(takers) == 1:
+            return f"{takers[0]} {word}"
+        by_word = {name[2:]: name for name in names}
+        near = difflib.get_close_matches(word[:100].replace("-", "_"), by_word, n=1)
+        return by_word[near[0]] if near else None
 
     def _checked(self, words: Sequence[str], *, others: bool = False) -> list[str]:
         """The words with options as they are known.
@@ -82,6 +106,32 @@ class Parser(argparse.ArgumentParser):
                 )
             checked.append(name + equals + value if equals else name)
         return checked
+
+
+def is_recipe(word: str) -> bool:
+    return Path(word).suffix.lower() in (".yaml", ".yml")
+
+
+def check_recipe_is_first(command: str, words: Sequence[str]) -> None:
+    """Refuse a recipe behind other words.
+
+    Args:
+        command: such as ``oomb train``.
+
+    Raises:
+        ValueError: with the command as it works.
+    """
+    late = [number for number, word in enumerate(words) if is_recipe(word)]
+    if not late or late[0] == 0:
+        return
+    # Rather not what is an option's value, such as a preset.
+    place = next((number for number in late if not words[number - 1].startswith("--")), late[0])
+    first = 0 if words[0].startswith("-") else 1  # a model, say, which the recipe names itself
+    others = [word for number, word in enumerate(words) if number >= first and number != place]
+    raise ValueError(
+        f"The recipe must be the first word.\n  Got {shown(words[place])} behind {shown(words[0])}.\n"
+        f"  Write {command} {shlex.join([words[place], *others])}"
+    )
 
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:

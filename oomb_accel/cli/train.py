@@ -10,8 +10,10 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oomb_accel.cli.options import check_recipe_is_first
 from oomb_accel.columns import folded
 from oomb_accel.config import OombConfig
 from oomb_accel.reading import shown
@@ -51,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(folded(_help()))
         return 0
+    if arguments and not Path(arguments[0]).is_file():
+        check_recipe_is_first("oomb train", arguments)
     if not arguments or arguments[0].startswith("-"):
         raise ValueError(
             "Give the path of a recipe first.\n"

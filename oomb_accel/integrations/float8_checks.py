@@ -8,9 +8,10 @@ import torch
 
 from oomb_accel.integrations.agreement import is_partitioned
 from oomb_accel.integrations.attachment import Attachment
-from oomb_accel.integrations.support import compute_dtype
+from oomb_accel.integrations.support import check_float8_device, compute_dtype
+from oomb_accel.plan.limits import check_float8_products
 from oomb_accel.setting_text import dtype_name
-from oomb_kernels import check_float8, float8_product_fault
+from oomb_kernels import float8_product_fault
 
 
 def prepare_float8_base(state: Attachment) -> None:
@@ -65,14 +66,9 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
     Raises:
         ValueError: naming the setting to change.
     """
-    check_float8(device, "base_dtype")
-    if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float64):  # fp64 is for oomb verify
-        raise ValueError(
-            "On a GPU, products in 8 bits come out in bfloat16.\n"
-            f"  Got base_dtype='float8' with a model that computes in {dtype_name(dtype)}.\n"
-            "  Set mixed_precision='bf16' or torch_dtype='bfloat16' (oomb verify: --dtype bfloat16), or "
-            "base_dtype='model'."
-        )
+    check_float8_device("base_dtype", device)
+    if device.type == "cuda":
+        check_float8_products(dtype_name(dtype))
     fault = float8_product_fault(device) if device.type == "cuda" and dtype == torch.bfloat16 else None
     if fault is not None:
         raise ValueError(

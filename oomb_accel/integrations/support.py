@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations.float8_base import float8_of
+from oomb_accel.plan.limits import check_float8, check_page_kernels, sparse_layers_of
 from oomb_accel.plan.sizes import gathered_numbers
-from oomb_kernels import FLOAT8, check_float8, check_page_kernels
+from oomb_accel.setting_text import dtype_name
 
 SUPPORTED_MODEL_TYPES = frozenset(
     {
@@ -89,36 +90,12 @@ def model_facts(base: PreTrainedModel) -> ModelFacts:
 
 
 def sparse_layers(facts: ModelFacts, config: OombConfig) -> frozenset[int]:
-    """Layers that select pages: with ``attention="sparse"`` all but windows and those that are to stay dense.
+    """Layers that select pages.
 
     Raises:
-        ValueError: a layer that the model does not have, or nothing is left to be sparse.
+        ValueError: as `sparse_layers_of`.
     """
-    if config.attention != "sparse":
-        return frozenset()
-    num_layers = facts.num_layers
-    unknown = [layer for layer in config.dense_layers if not -num_layers <= layer < num_layers]
-    if unknown:
-        raise ValueError(
-            f"dense_layers names a layer that the model does not have.\n"
-            f"  Got {unknown[0]}; the {num_layers} layers are 0 to {num_layers - 1}, or -1 to -{num_layers} from the "
-            f"end.\n  Set dense_layers={[n for n in config.dense_layers if n not in unknown]}."
-        )
-    dense = {layer % num_layers for layer in config.dense_layers}
-    full = {layer for layer, window in enumerate(facts.windows) if window is None}
-    if not full:
-        raise ValueError(
-            "attention='sparse' has nothing to do: all layers of this model attend to a window only.\n"
-            f"  Got a window of {facts.windows[0]} tokens in each of {num_layers} layers.\n"
-            "  Set attention='dense', which costs the window and no more."
-        )
-    if not full - dense:
-        raise ValueError(
-            "attention='sparse' has nothing to do: dense_layers names every layer that attends to everything.\n"
-            f"  Got dense_layers={list(config.dense_layers)}; these layers are {sorted(full)}.\n"
-            "  Set attention='dense', or name fewer layers, such as dense_layers=[]."
-        )
-    return frozenset(full - dense)
+    return sparse_layers_of(facts.windows, config.dense_layers) if config.attention == "sparse" else frozenset()
 
 
 def compute_dtype(base: PreTrainedModel, device: torch.device) -> torch.dtype:
@@ -220,10 +197,20 @@ def check_kernels(facts: ModelFacts, config: OombConfig, dtype: torch.dtype, dev
     if device.type != "cuda" or dtype == torch.float64:
         return  # runs in plain torch
     if config.page_dtype == "float8":
-        check_float8(device)
+        check_float8_device("page_dtype", device)
     if sparse_layers(facts, config):
-        pages = FLOAT8 if config.page_dtype == "float8" else dtype
+        pages = "float8" if config.page_dtype == "float8" else dtype_name(dtype)
         check_page_kernels(pages, facts.head_dim, config.page_tokens, config.q_block)
+
+
+def check_float8_device(setting: str, device: torch.device) -> None:
+    """Refuse a GPU without 8-bit floats.
+
+    Raises:
+        ValueError: as `check_float8`.
+    """
+    if device.type == "cuda":  # elsewhere it runs by the definition, in plain torch
+        check_float8(setting, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
 def decoder_layers(base: PreTrainedModel) -> list[nn.Module]:

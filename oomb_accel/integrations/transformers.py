@@ -26,10 +26,11 @@ from oomb_accel.integrations.step import chunked_step
 from oomb_accel.integrations.support import SUPPORTED_MODEL_TYPES, base_model_of, model_facts, refusals
 from oomb_accel.integrations.versions import check_versions
 from oomb_accel.integrations.wrapped import chunk_forward_of, step_context_of
+from oomb_accel.plan.limits import check_page_kernels
 from oomb_accel.progress import ChunkEvent, ProgressLine
 from oomb_accel.reading import refusal
+from oomb_accel.setting_text import dtype_name
 from oomb_accel.sources import Source, resolve, surroundings
-from oomb_kernels import check_page_kernels
 
 logger = logging.getLogger("oomb_accel")
 Model = TypeVar("Model", bound=nn.Module)
@@ -82,7 +83,7 @@ def enable_resolved(
         raise ValueError(refusal(f"oomb_accel does not support this model ({type(base).__name__})", reasons))
     _check_determinism(config)
     if config.attention == "sparse" and next(base.parameters()).is_cuda:  # else before the first step
-        check_page_kernels(base.dtype, model_facts(base).head_dim, config.page_tokens, config.q_block)
+        check_page_kernels(dtype_name(base.dtype), model_facts(base).head_dim, config.page_tokens, config.q_block)
     if base.config.model_type not in SUPPORTED_MODEL_TYPES:  # a wrapper for images has a type of its own
         _prove_unlisted(base)
     attach(model, config, on_progress=on_progress)

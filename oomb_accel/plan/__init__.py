@@ -4,7 +4,7 @@ from oomb_accel.plan.adapters import Adapters
 from oomb_accel.plan.choose import Choice, choose
 from oomb_accel.plan.fit import Estimate, estimate, largest_tokens
 from oomb_accel.plan.gpus import GPUS, Gpu, gpu_named, gpu_of_device
-from oomb_accel.plan.job import Found, Job, check_base_dtype, dtypes_of, settings_of
+from oomb_accel.plan.job import Found, Job, check_base_dtype, check_settings, dtypes_of, settings_of
 from oomb_accel.plan.memory import Memory, estimate_memory
 from oomb_accel.plan.pages import PageDemand, PageLayout, page_demand
 from oomb_accel.plan.pools import MemoryPlan, least_host_bytes, plan_memory
@@ -29,6 +29,7 @@ __all__ = [
     "StepTime",
     "Suggestion",
     "check_base_dtype",
+    "check_settings",
     "choose",
     "dtypes_of",
     "estimate",

@@ -70,7 +70,8 @@ def _with_best_chunk(job: Job) -> Estimate:
 
 def _with_larger_chunk(usual: Estimate) -> Estimate:
     """As long as the host bounds the step, a larger one is faster by `_GAIN`, and no pages leave the device for it.
-    Models that the GPU takes longer to compute than the host to launch would pay memory for next to nothing."""
+    Models that the GPU takes longer to compute than the host to launch would pay twice the memory for a few per cent,
+    which only estimates have seen: 41 instead of 24 GiB for 6 % of a dense step of a 0.5B over 32K tokens."""
     best = usual
     for tokens in sorted(size for size in CHUNKS if size > usual.job.chunk_tokens):
         if not best.time.by_host:

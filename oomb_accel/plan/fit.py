@@ -82,6 +82,12 @@ def estimate(job: Job) -> Estimate:
     return Estimate(job, memory, estimate_time(job, memory))
 
 
+def estimate_that_fits(job: Job) -> Estimate | None:
+    """The same where the job fits: of others nobody needs the time, which is what takes long with many chunks."""
+    memory = estimate_memory(job)
+    return None if _problem(job, memory) is not None else Estimate(job, memory, estimate_time(job, memory))
+
+
 def fits(job: Job) -> bool:
     """Whether a job fits, without its time."""
     return _problem(job, estimate_memory(job)) is None

@@ -23,24 +23,34 @@ class Gpu:
     """Reached in one direction over PCIe, from and to pinned memory."""
     link_bytes_per_second: float
     """Reached in a gather between GPUs of one host."""
+    compute_capability: tuple[int, int]
 
 
-def _gpu(name: str, gib: float, tflops: float, memory_tb: float, host_gb: float, link_gib: float) -> Gpu:
-    return Gpu(name, int(gib * GIB), tflops * 1e12, memory_tb * 1e12, host_gb * 1e9, link_gib * GIB)
+def _gpu(
+    name: str,
+    gib: float,
+    tflops: float,
+    memory_tb: float,
+    host_gb: float,
+    link_gib: float,
+    capability: tuple[int, int],
+) -> Gpu:
+    rates = tflops * 1e12, memory_tb * 1e12, host_gb * 1e9, link_gib * GIB
+    return Gpu(name, int(gib * GIB), *rates, compute_capability=capability)
 
 
-H200 = _gpu("H200", 139.8, 989, 4.8, 50, 200)
+H200 = _gpu("H200", 139.8, 989, 4.8, 50, 200, (9, 0))
 """Host and link rates were measured on this one (docs/benchmarks.md, notes on transfers in benchmarks/copies.py); those
 of other PCIe 5 devices are the same, of PCIe 4 devices in proportion."""
 
 GPUS = {
     "h200": H200,
-    "h100": _gpu("H100 80 GB", 79.1, 989, 3.35, 50, 200),
-    "a100": _gpu("A100 80 GB", 79.2, 312, 2.04, 22, 130),
-    "b200": _gpu("B200", 178.4, 2250, 8.0, 50, 400),
-    "l40s": _gpu("L40S", 44.4, 362, 0.864, 22, 20),
-    "rtx4090": _gpu("RTX 4090", 23.5, 165, 1.008, 22, 18),
-    "rtx3090": _gpu("RTX 3090", 23.6, 71, 0.936, 22, 18),
+    "h100": _gpu("H100 80 GB", 79.1, 989, 3.35, 50, 200, (9, 0)),
+    "a100": _gpu("A100 80 GB", 79.2, 312, 2.04, 22, 130, (8, 0)),
+    "b200": _gpu("B200", 178.4, 2250, 8.0, 50, 400, (10, 0)),
+    "l40s": _gpu("L40S", 44.4, 362, 0.864, 22, 20, (8, 9)),
+    "rtx4090": _gpu("RTX 4090", 23.5, 165, 1.008, 22, 18, (8, 9)),
+    "rtx3090": _gpu("RTX 3090", 23.6, 71, 0.936, 22, 18, (8, 6)),
 }
 
 
@@ -91,4 +101,5 @@ def other_gpu(gib: float, tflops: float | None, base: Gpu) -> Gpu:
         base.memory_bytes_per_second * scale,
         base.host_bytes_per_second,
         base.link_bytes_per_second,
+        base.compute_capability,
     )

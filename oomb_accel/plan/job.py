@@ -8,6 +8,7 @@ from typing import Any, Literal
 from oomb_accel.config import OombConfig
 from oomb_accel.plan.adapters import PLAIN_LORA, Adapters
 from oomb_accel.plan.gpus import H200, Gpu
+from oomb_accel.plan.limits import check_float8, check_float8_products, check_page_kernels, sparse_layers_of
 from oomb_accel.plan.pages import PageLayout
 from oomb_accel.plan.runs import ChunkRun, runs_of_document
 from oomb_accel.plan.shape import ModelShape
@@ -64,6 +65,8 @@ class Job:
     """Most that one process may pin for pages; None is its share of the host."""
 
     gpu: Gpu = H200
+    on_gpu: bool = True
+    """False for a run on a CPU, whose GPU is an assumption: it computes by the definitions, which refuse less."""
     num_gpus: int = 1
     zero_stage: int | None = None
     """None is no DeepSpeed: plain on one GPU, DDP on several."""
@@ -170,6 +173,34 @@ def settings_of(config: OombConfig) -> dict[str, Any]:
         "device_pages_bytes": None if config.device_pages_gib == "auto" else int(config.device_pages_gib * GIB),
         "host_memory_bytes": None if config.host_memory_gib == "auto" else int(config.host_memory_gib * GIB),
     }
+
+
+def check_settings(job: Job) -> None:
+    """Refuse what the engine will refuse before its first step, by the model's sizes and the GPU.
+
+    Raises:
+        ValueError: as the functions of `limits`.
+    """
+    if job.attention == "sparse":
+        sparse_layers_of(job.model.windows, job.dense_layers)
+    if not job.on_gpu:
+        return
+    for setting in ("page_dtype", "base_dtype"):
+        if getattr(job, setting) == "float8":
+            check_float8(setting, job.gpu.name, job.gpu.compute_capability)
+    if job.base_dtype == "float8":
+        check_float8_products(job.compute_dtype)
+    if job.attention == "sparse":
+        check_page_kernels(job.pages.value_dtype, job.model.head_dim, job.page_tokens, job.q_block)
+
+
+def are_settings_refused(job: Job) -> bool:
+    """Whether `check_settings` does."""
+    try:
+        check_settings(job)
+    except ValueError:
+        return True
+    return False
 
 
 def check_base_dtype(base_dtype: str, *, lora_r: int, zero_stage: int | None) -> None:

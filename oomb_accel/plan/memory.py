@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from oomb_accel.plan import rates
-from oomb_accel.plan.job import Job
+from oomb_accel.plan.job import Job, are_settings_refused
 from oomb_accel.plan.kept import (
     KeptResults,
     attention_bytes_per_token,
@@ -79,7 +79,8 @@ def estimate_memory(job: Job) -> Memory:
     targets = min(longest, job.tokens - 1)
     logits = rates.LOGIT_COPIES * DTYPE_BYTES[job.compute_dtype] * targets * job.model.vocabulary
     workspace = _sparse_workspace(job, chunks)
-    demand = page_demand(job.pages, chunks)
+    may_be_float8 = not are_settings_refused(replace(job, page_dtype="float8"))
+    demand = replace(page_demand(job.pages, chunks), may_be_float8=may_be_float8)
     pinned, pageable = _host_state(job)
     working = rates.WORKSPACE_BYTES
     if job.base_dtype == "float8":

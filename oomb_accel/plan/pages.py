@@ -6,9 +6,10 @@ A record is K and V (or their gradients) of one page of one KV head of one layer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from oomb_accel.plan.runs import ChunkRun
 from oomb_accel.plan.sizes import DTYPE_BYTES, SCALE_BYTES, kept_pages, parts_of, record_bytes
@@ -73,17 +74,26 @@ class PageLayout:
 
     def distinct_pages(self, past_pages: int, num_queries: int) -> float:
         """Distinct pages to which one KV head of a sparse layer attends in a chunk, of its past."""
-        if not self.selects(past_pages):
-            return past_pages
-        candidates = past_pages - self.always_pages
+        return self.distinct_pages_of(num_queries)(past_pages)
+
+    def distinct_pages_of(self, num_queries: int) -> Callable[[int], float]:
+        """The same as a function of the past, for many chunks."""
+        always, top_k, share, budget = self.always_pages, self.top_k, self.distinct, self.page_budget
         lists = -(-num_queries // self.q_block)
-        if self.distinct is None:
-            pages = candidates * (1 - (1 - self.top_k / candidates) ** lists)
-        else:
-            pages = self.distinct * min(candidates, lists * self.top_k)
-        if self.page_budget is not None:
-            pages = min(pages, self.page_budget)
-        return self.always_pages + max(pages, self.top_k)
+
+        def distinct_pages(past_pages: int) -> float:
+            candidates = past_pages - always
+            if candidates <= top_k:  # it does not select
+                return past_pages
+            if share is None:
+                pages = candidates * (1 - (1 - top_k / candidates) ** lists)
+            else:
+                pages = share * min(candidates, lists * top_k)
+            if budget is not None:
+                pages = min(pages, budget)
+            return always + max(pages, top_k)
+
+        return distinct_pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,11 +119,20 @@ class PageDemand:
     """Of float8 pages."""
     list_bytes: int = 0
     """Recorded page lists of all chunks."""
+    may_be_float8: bool = True
+    """Whether the GPU can read K and V in float8, for advice."""
     most_bytes: int | None = None
     """Most bytes of values and gradients that exist at one moment, where that is less than all of them: gradients come
     into being at their first contribution, and both go chunk by chunk in the backward sweep."""
     most_gradient_bytes: int | None = None
     """Likewise of gradients by themselves, when some values may be gone."""
+    most_dense_gradient_bytes: int = 0
+    """Likewise of gradients in layers that do not select pages, where each chunk adds to all of its past; 0 where no
+    layer selects."""
+    most_dense_bytes: int = 0
+    """Likewise of all values and these gradients."""
+    dense_share: float = 1.0
+    """Of all records, those of layers that do not select pages."""
     chunk_bytes: int = 0
     """Of the pages of one chunk and their gradients."""
 
@@ -145,7 +164,8 @@ def page_demand(layout: PageLayout, runs: Sequence[ChunkRun]) -> PageDemand:
     lists = sum(-(-run.num_tokens // layout.q_block) * (run.count - layout.num_unselective(run)) for run in runs)
     at_once = min(num_records, min(1 + LAYERS_AHEAD, num_layers) * heads * _layer_pages(layout, runs))
     longest_chunk = max((run.own_pages for run in runs), default=0)
-    most_bytes, most_gradient_bytes = _most_bytes(layout, runs, num_pages, num_records)
+    dense_share = 1 - sparse_heads * num_pages / max(1, num_records)
+    most = _most_bytes(layout, runs, num_pages, num_records, dense_share)
     return PageDemand(
         value_dtype=layout.value_dtype,
         grad_dtype=layout.grad_dtype,
@@ -157,8 +177,8 @@ def page_demand(layout: PageLayout, runs: Sequence[ChunkRun]) -> PageDemand:
         mean_key_bytes=mean_key_bytes,
         scale_bytes=num_layers * heads * num_pages * SCALE_BYTES if layout.value_dtype == "float8" else 0,
         list_bytes=4 * sparse_heads * lists * (layout.top_k + 1),
-        most_bytes=most_bytes,
-        most_gradient_bytes=most_gradient_bytes,
+        **most,
+        dense_share=dense_share,
         chunk_bytes=longest_chunk * heads * num_layers * (layout.value_record + layout.gradient_record),
     )
 
@@ -191,32 +211,49 @@ def _layer_pages(layout: PageLayout, runs: Sequence[ChunkRun]) -> int:
 
 
 def _most_bytes(
-    layout: PageLayout, runs: Sequence[ChunkRun], num_pages: int, num_records: int
-) -> tuple[int, int] | tuple[None, None]:
-    """See `PageDemand.most_bytes`; of both kinds, and of gradients. A chunk touches what it selects of its past, and
-    everything in other layers. Pages of documents before that have values alone."""
+    layout: PageLayout, runs: Sequence[ChunkRun], num_pages: int, num_records: int, dense: float
+) -> dict[str, Any]:
+    """See `PageDemand.most_bytes` and what follows it there, by these names. A chunk touches what it selects of its
+    past, and everything in other layers. Pages of documents before that have values alone.
+
+    Args:
+        dense: share of the records of layers that select nothing.
+    """
     if not layout.sparse_layers or not num_pages:
-        return None, None
+        return {}
 
     def in_all(num_bytes: float) -> int:
         """Of all layers and heads."""
         return int(num_bytes / num_pages * num_records)
 
-    sparse = len(layout.sparse_layers) / len(layout.windows)
-    most, most_gradients, untouched, there = 0.0, 0.0, 1.0, num_pages
-    for run in reversed(runs):
-        past = run.last_past_pages
-        for number in reversed(range(run.count)):
-            # Chunks before this one find no more pages, and gradients of all of them.
-            whole = there * layout.gradient_record
-            if whole <= most_gradients and whole + there * layout.value_record <= most:
-                return in_all(most), in_all(most_gradients)
-            if not run.own_pages or (run.starts and number == 0):  # the past is another document's than what comes next
-                untouched = 1.0
-            if past:
-                untouched *= 1 - layout.distinct_pages(past, run.num_tokens) / past
-            gradients = past * (1 - sparse * untouched) * layout.gradient_record
-            most_gradients = max(most_gradients, gradients)
-            most = max(most, there * layout.value_record + gradients)
-            past, there = past - run.own_pages, there - run.own_pages
-    return in_all(most), in_all(most_gradients)
+    value_record, gradient_record = layout.value_record, layout.gradient_record
+    most, most_gradients, most_dense, most_dense_gradients = 0.0, 0.0, 0.0, 0.0
+    untouched, there = 1.0, num_pages
+    in_order = (
+        (run, number, distinct_pages)
+        for run in reversed(runs)
+        for distinct_pages in (layout.distinct_pages_of(run.num_tokens),)
+        for number in reversed(range(run.count))
+    )
+    for run, number, distinct_pages in in_order:
+        # Chunks before this one find no more pages, and gradients of all of them.
+        values, whole = there * value_record, there * gradient_record
+        of_all = whole <= most_gradients and whole + values <= most
+        if of_all and whole * dense <= most_dense_gradients and whole * dense + values <= most_dense:
+            break
+        past = run.past_pages + number * run.own_pages
+        if not run.own_pages or (run.starts and number == 0):  # the past is another document's than what comes next
+            untouched = 1.0
+        if past:
+            untouched *= 1 - distinct_pages(past) / past
+        gradients = past * (1 - (1 - dense) * untouched) * gradient_record
+        of_dense = past * dense * gradient_record
+        most_gradients, most = max(most_gradients, gradients), max(most, values + gradients)
+        most_dense_gradients, most_dense = max(most_dense_gradients, of_dense), max(most_dense, values + of_dense)
+        there -= run.own_pages
+    return {
+        "most_bytes": in_all(most),
+        "most_gradient_bytes": in_all(most_gradients),
+        "most_dense_gradient_bytes": in_all(most_dense_gradients),
+        "most_dense_bytes": in_all(most_dense),
+    }

@@ -175,7 +175,10 @@ def least_host_bytes(demand: PageDemand, kept_value_bytes: int, kept_gradient_by
         return least
     # Where values are gone the device has no more room for gradients than before.
     gradients = min(demand.gradient_bytes, demand.most_gradient_bytes + demand.chunk_bytes)
-    return max(least, gradients - kept_gradient_bytes)
+    # Nor have layers that select nothing, for what others leave unused whose gradients come one by one.
+    beyond = math.ceil(demand.dense_share * (demand.chunk_bytes - kept_gradient_bytes))
+    of_dense = (demand.most_dense_gradient_bytes + beyond, demand.most_dense_bytes + beyond - kept_value_bytes)
+    return max(least, gradients - kept_gradient_bytes, *of_dense)
 
 
 def _without_offload(demand: PageDemand, room: int, host_budget_bytes: int) -> tuple[str, Remedy]:
@@ -305,7 +308,7 @@ def _halvings(demand: PageDemand) -> Iterator[tuple[Remedy, PageDemand]]:
     """What makes pages smaller, and these pages. Of the bytes that exist at one moment no more than those of the other
     kind stay as they are."""
     values, gradients, most = demand.value_bytes, demand.gradient_bytes, demand.most_bytes
-    most_gradients = demand.most_gradient_bytes
+    most_gradients, most_dense = demand.most_gradient_bytes, demand.most_dense_bytes
     if demand.grad_dtype == "float32":
         yield (
             Remedy("page_grad_dtype='bfloat16'", {"page_grad_dtype": "bfloat16"}, "which halves the gradients"),
@@ -315,9 +318,11 @@ def _halvings(demand: PageDemand) -> Iterator[tuple[Remedy, PageDemand]]:
                 least_gradient_bytes=max(demand.least_gradient_bytes // 2, demand.mean_key_bytes),
                 most_bytes=None if most is None else min(most, (most + values) // 2),
                 most_gradient_bytes=None if most_gradients is None else most_gradients // 2,
+                most_dense_gradient_bytes=demand.most_dense_gradient_bytes // 2,
+                most_dense_bytes=min(most_dense, (most_dense + values) // 2),
             ),
         )
-    if demand.value_dtype != "float8":
+    if demand.value_dtype != "float8" and demand.may_be_float8:
         yield (
             Remedy("page_dtype='float8'", {"page_dtype": "float8"}, "which halves K and V"),
             replace(
@@ -325,6 +330,7 @@ def _halvings(demand: PageDemand) -> Iterator[tuple[Remedy, PageDemand]]:
                 value_bytes=values // 2,
                 least_value_bytes=demand.least_value_bytes // 2,
                 most_bytes=None if most is None else min(most, (most + gradients) // 2),
+                most_dense_bytes=min(most_dense, (most_dense + demand.most_dense_gradient_bytes) // 2),
             ),
         )
 

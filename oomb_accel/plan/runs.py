@@ -3,7 +3,7 @@ many lengths: what it reckons of a run should not take longer the longer it is."
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from oomb_accel.schedule import ChunkSchedule, check_chunk
@@ -47,11 +47,6 @@ class ChunkRun:
 
 def num_chunks(runs: Sequence[ChunkRun]) -> int:
     return sum(run.count for run in runs)
-
-
-def one_by_one(runs: Sequence[ChunkRun]) -> Iterator[ChunkRun]:
-    """Every chunk as a run of its own."""
-    return (run.part(number, number + 1) for run in runs for number in range(run.count))
 
 
 def runs_of_document(tokens: int, *, chunk_tokens: int, page_tokens: int) -> list[ChunkRun]:

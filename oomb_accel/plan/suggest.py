@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oomb_accel.plan.fit import CHUNKS, LONGEST, Estimate, estimate, fits, largest_tokens
-from oomb_accel.plan.job import Job
+from oomb_accel.plan.fit import CHUNKS, LONGEST, Estimate, estimate, estimate_that_fits, fits, largest_tokens
+from oomb_accel.plan.job import Job, are_settings_refused
 from oomb_accel.plan.memory import estimate_memory
 from oomb_accel.plan.pools import SHORTEST_CHUNK
 from oomb_accel.plan.sizes import GIB
@@ -16,6 +16,8 @@ _BUDGET, _LEAST_BUDGET = 8, 4
 """Times top_k: pages that a chunk may name for nothing, and for little, see docs/sparsity.md."""
 _SMALL_TOP_K = 16
 _SHORT_SPAN = 8192
+_STORAGE: tuple[dict[str, Any], ...] = ({"span_tokens": _SHORT_SPAN}, {"attention": "sparse"}, {"page_dtype": "float8"})
+"""What changes pages or how they are read; the cheapest first."""
 _HOST_STEP, _MOST_HOST = 32, 4096
 """GiB in which host memory is counted, and the most that a machine may have."""
 _GPUS_OF_A_HOST = (2, 4, 8)
@@ -39,10 +41,10 @@ def suggestions(job: Job) -> list[Suggestion]:
     then other machines, with settings where it takes both."""
     settings, machines = (
         sorted(
-            (s for s in (Suggestion(change, estimate(changed)) for change, changed in changes) if s.estimate.fits),
+            (Suggestion(change, found) for change, changed in changes if (found := estimate_that_fits(changed))),
             key=lambda s: s.estimate.time.seconds,
         )
-        for changes in (_changes(job), _machines(job))
+        for changes in (_allowed_changes(job), _machines(job))
     )
     if not settings:
         settings = [_suggestion(job, wanted) for wanted in _together(job)]
@@ -72,7 +74,7 @@ def nearest(job: Job) -> str:
     """For a job that nothing makes fit: what comes nearest, and what is short then."""
     chunks = _smaller_chunks(job)
     wanted = _harmless(job) | {"chunk_tokens": chunks[-1] if chunks else job.chunk_tokens}
-    for step in _storage():
+    for step in _storage(job):
         wanted |= step
     changed = _with(job, wanted)
     host = replace(changed, host_bytes=1 << 50)
@@ -100,8 +102,15 @@ def _harmless(job: Job) -> dict[str, Any]:
     return wanted
 
 
-def _storage() -> list[dict[str, Any]]:
-    return [{"span_tokens": _SHORT_SPAN}, {"attention": "sparse"}, {"page_dtype": "float8"}]
+def _storage(job: Job) -> list[dict[str, Any]]:
+    """What the engine would not refuse of it, one on top of the other."""
+    steps = []
+    for step in _STORAGE:
+        changed = replace(job, **step)
+        if not are_settings_refused(changed):
+            steps.append(step)
+            job = changed
+    return steps
 
 
 def _smaller_chunks(job: Job) -> list[int]:
@@ -121,9 +130,9 @@ def _together(job: Job) -> list[dict[str, Any]]:
     adapters: list[dict[str, Any]] = [] if job.lora_r else [{"lora_r": 16}]
     chunk = _cumulated(replace(job, host_bytes=1 << 50), _harmless(job), chunks)
     for start, steps in (
-        (_harmless(job), [*_storage(), *budgets]),
+        (_harmless(job), [*_storage(job), *budgets]),
         (_harmless(job), chunks),
-        (chunk or _harmless(job) | (chunks[-1] if chunks else {}), [*_storage(), *budgets, *adapters]),
+        (chunk or _harmless(job) | (chunks[-1] if chunks else {}), [*_storage(job), *budgets, *adapters]),
     ):
         wanted = _cumulated(job, start, steps)
         if wanted is not None:
@@ -184,12 +193,17 @@ def _suggestion(job: Job, wanted: dict[str, Any]) -> Suggestion:
 def _text(job: Job, changed: Job, order: Sequence[str] = ()) -> str:
     """The settings in which they differ."""
     names = list(dict.fromkeys([*order, "zero_stage", "base_dtype", *_harmless(job), "chunk_tokens"]))
-    names += [name for step in _storage() for name in step if name not in names]
+    names += [name for step in _STORAGE for name in step if name not in names]
     return ", ".join(
         f"{_NAMES.get(name, name)}: {'auto' if getattr(changed, name) is None else getattr(changed, name)}"
         for name in names
         if getattr(job, name) != getattr(changed, name)
     )
+
+
+def _allowed_changes(job: Job) -> Iterator[tuple[str, Job]]:
+    """Without those that the engine would refuse."""
+    return ((change, changed) for change, changed in _changes(job) if not are_settings_refused(changed))
 
 
 def _changes(job: Job) -> Iterator[tuple[str, Job]]:
@@ -205,7 +219,7 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
     yield from _smaller_budget(job)
     if job.span_tokens > _SHORT_SPAN:
         yield f"span_tokens: {_SHORT_SPAN}", replace(job, span_tokens=_SHORT_SPAN)
-    if job.attention == "dense" and any(window is None for window in job.model.windows):
+    if job.attention == "dense":
         yield "attention: sparse", replace(job, attention="sparse")
     if job.offload != "auto":
         yield "offload: auto", replace(job, offload="auto")
@@ -281,7 +295,7 @@ def _host_with_settings(job: Job) -> Iterator[Suggestion]:
     chunks = [{"chunk_tokens": tokens} for tokens in _smaller_chunks(job)]
     rich = replace(job, host_bytes=_MOST_HOST * GIB)
     # Chunks before K and V in 8 bits and selection, which compute something else.
-    wanted = _cumulated(rich, harmless, chunks) or _cumulated(rich, harmless | narrow, [*chunks, *_storage()])
+    wanted = _cumulated(rich, harmless, chunks) or _cumulated(rich, harmless | narrow, [*chunks, *_storage(job)])
     if wanted is None:
         return
     wanted = _without_unnecessary(rich, wanted)

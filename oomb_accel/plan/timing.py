@@ -4,7 +4,7 @@ bound a late one."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -12,7 +12,8 @@ from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
 from oomb_accel.plan.kept import KeptResults, block_ends
 from oomb_accel.plan.memory import Memory, activation_bytes_per_token
-from oomb_accel.plan.runs import ChunkRun, num_chunks, one_by_one
+from oomb_accel.plan.pages import PageLayout
+from oomb_accel.plan.runs import ChunkRun, num_chunks
 from oomb_accel.plan.sizes import parts_of, scores_are_formed_twice
 
 _POOLED_TOKENS = 16
@@ -214,7 +215,7 @@ def _transfers(job: Job, memory: Memory, step: StepTime, launching: float) -> No
     if not plan.offloads or not num_pages:
         return
     rate = job.gpu.host_bytes_per_second
-    chunks = list(one_by_one(memory.chunks))
+    count = num_chunks(memory.chunks)
     compute = sum(step.parts.values()) - step.parts["optimizer"]
     shares = _shares_of_time(job, memory.chunks)
     values_per_page = memory.pages.value_bytes / num_pages
@@ -223,28 +224,28 @@ def _transfers(job: Job, memory: Memory, step: StepTime, launching: float) -> No
     value_record = memory.pages.value_bytes / num_records
     gradient_record = memory.pages.gradient_bytes / num_records
     sparse = len(layout.sparse_layers) / len(layout.windows)
-    own_share = step.parts["attention inside chunks"] / (1 + rates.BACKWARD) / len(chunks)
+    own_share = step.parts["attention inside chunks"] / (1 + rates.BACKWARD) / count
+    device_values, device_gradients = plan.device_value_bytes, plan.device_gradient_bytes
+    attention_kept = memory.kept.attention.chunks
     waiting, by_host, untouched, num_layers = 0.0, 0.0, 1.0, len(layout.windows)
-    for chunk in reversed(chunks):
-        past, own = chunk.past_pages, chunk.own_pages
-        last = chunk.index == len(chunks) - 1
-        seen = (1 - sparse) * past + sparse * layout.distinct_pages(past, chunk.num_tokens)
-        values_absent = max(0.0, 1 - plan.device_value_bytes / max(1.0, past * values_per_page))
+    for index, past, own, distinct_pages in _backwards(layout, memory.chunks):
+        seen = (1 - sparse) * past + sparse * distinct_pages(past)
+        values_absent = max(0.0, 1 - device_values / max(1.0, past * values_per_page))
         read = seen * values_per_page * values_absent
-        beyond = (past + own) * values_per_page - plan.device_value_bytes
+        beyond = (past + own) * values_per_page - device_values
         written = min(own * values_per_page, max(0.0, beyond))  # a page is written once: K and V do not change
         had = 1 - untouched  # the share of pages that have a gradient
         untouched *= 1 - seen / past if past else 0.0
         grads = past * gradients_per_page * (1 - untouched)
-        absent = max(0.0, 1 - plan.device_gradient_bytes / max(1.0, grads))
+        absent = max(0.0, 1 - device_gradients / max(1.0, grads))
         dirty = seen * gradients_per_page * absent
         # The backward uses the pages of the recompute, and those stay that fit.
-        again = not (last and job.keep_last_graph) and chunk.index not in memory.kept.attention.chunks
-        read_again = min(read, max(0.0, seen * values_per_page - plan.device_value_bytes)) if again else 0.0
+        again = not (job.keep_last_graph and index == count - 1) and index not in attention_kept
+        read_again = min(read, max(0.0, seen * values_per_page - device_values)) if again else 0.0
         up, down = read + read_again + dirty * had, dirty
         step.up_bytes += read + up
         step.down_bytes += written + down
-        seconds = compute * shares[chunk.index]
+        seconds = compute * shares[index]
         hidden = own_share if sparse == 1 else seconds / 4
         waiting += max(0.0, max(read, written) / rate - hidden)
         waiting += max(0.0, max(up, down) / rate - seconds * 3 / 4)
@@ -253,6 +254,15 @@ def _transfers(job: Job, memory: Memory, step: StepTime, launching: float) -> No
             by_host += sparse * (num_layers * rates.HOST_LAYER_SECONDS + moved * rates.HOST_RECORD_SECONDS)
     step.parts["waiting for host memory"] += waiting
     step.parts["host's work for pages"] = max(0.0, by_host - (compute - launching))
+
+
+def _backwards(layout: PageLayout, runs: Sequence[ChunkRun]) -> Iterator[tuple[int, int, int, Callable[[int], float]]]:
+    """Every chunk, the last one first: its index, pages of its past and of its own, and the distinct ones among those
+    of a past. Numbers alone, since there may be a million of them."""
+    for run in reversed(runs):
+        distinct_pages = layout.distinct_pages_of(run.num_tokens)
+        for number in reversed(range(run.count)):
+            yield run.index + number, run.past_pages + number * run.own_pages, run.own_pages, distinct_pages
 
 
 def _shares_of_time(job: Job, runs: Sequence[ChunkRun]) -> list[float]:

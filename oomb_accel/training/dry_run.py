@@ -21,6 +21,7 @@ from oomb_accel.plan import (
     Job,
     Suggestion,
     check_base_dtype,
+    check_settings,
     choose,
     dtypes_of,
     estimate,
@@ -63,6 +64,8 @@ class Machine:
     zero_stage: int | None
     """None without DeepSpeed."""
     zero_offload: bool
+    on_gpu: bool
+    """Whether the run is on a GPU; otherwise it is on this CPU, and only sizes and times are those of one."""
     note: str
     """Where this comes from, for the user."""
 
@@ -168,8 +171,11 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
         check_base_dtype(recipe.oomb.base_dtype, lora_r=recipe.lora_r, zero_stage=machine.zero_stage)
     if folder.resume is not None:
         check_same_function(recipe, folder.resume, read_progress(folder.resume)["recipe"])
-    corpus = load_corpus(recipe, load_tokenizer(recipe))
     config = load_config(recipe)
+    job = _job(recipe, config, machine) if recipe.oomb.enabled else None
+    if job is not None:
+        check_settings(job)
+    corpus = load_corpus(recipe, load_tokenizer(recipe))
     check_vocabulary(corpus.documents, config.get_text_config().vocab_size)
     lengths = corpus.documents.num_tokens()
     if recipe.oomb.enabled and recipe.oomb.beyond_trained_length == "error":
@@ -188,13 +194,13 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
         machine=machine,
         lengths=lengths,
         num_targets=sum(corpus.documents.num_targets()),
-        notes=[*corpus.notes, *_note_of(folder)],
+        notes=[*corpus.notes, *_note_of(folder), *_note_of_gpus(job)],
         num_steps=num_steps,
         steps_done=min(num_steps, read_progress(folder.resume)["step"] if folder.resume is not None else 0),
         steps_per_epoch=sampler.steps_per_epoch,
         documents_per_step=sampler.documents_per_step,
         step_tokens=[tokens_of(step, lengths) for step in steps],
-        cost=_cost(_job(recipe, config, machine), recipe.oomb, steps, lengths) if recipe.oomb.enabled else None,
+        cost=None if job is None else _cost(job, recipe.oomb, steps, lengths),
     )
 
 
@@ -202,7 +208,22 @@ def _note_of(folder: RunFolder) -> list[str]:
     """That a run would be refused for what is in its folder, on one line."""
     if folder.refusal is None:
         return []
-    return ["a run would be refused: " + " ".join(line.strip() for line in folder.refusal.splitlines())]
+    return [f"a run would be refused: {_on_a_line(folder.refusal)}"]
+
+
+def _note_of_gpus(job: Job | None) -> list[str]:
+    """That a GPU would refuse a run for which this CPU is enough."""
+    if job is None or job.on_gpu:
+        return []
+    try:
+        check_settings(replace(job, on_gpu=True, compute_dtype="bfloat16"))
+    except ValueError as error:
+        return [f"a run on a GPU would be refused: {_on_a_line(str(error))}"]
+    return []
+
+
+def _on_a_line(message: str) -> str:
+    return " ".join(line.strip() for line in message.splitlines())
 
 
 def find_machine(gpu: str | None, num_gpus: int, plugin: DeepSpeedPlugin | None, *, precision: str) -> Machine:
@@ -215,7 +236,9 @@ def find_machine(gpu: str | None, num_gpus: int, plugin: DeepSpeedPlugin | None,
     elif on_gpu():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         known = gpu_of_device(properties.name)
-        found = replace(known or other_gpu(1, None, H200), memory_bytes=properties.total_memory)
+        capability = (properties.major, properties.minor)
+        found = known or other_gpu(1, None, H200)
+        found = replace(found, memory_bytes=properties.total_memory, compute_capability=capability)
         note = f"estimated for this machine's {properties.name}"
         note += "" if known else ", whose rates are not known: times are those of an H200"
         host = host_limits().available_bytes
@@ -229,6 +252,7 @@ def find_machine(gpu: str | None, num_gpus: int, plugin: DeepSpeedPlugin | None,
         precision=precision,
         zero_stage=None if zero is None else int(zero.get("stage", 0)),
         zero_offload=offload,
+        on_gpu=gpu is not None or on_gpu(),
         note=note,
     )
 
@@ -250,6 +274,7 @@ def _job(recipe: Recipe, config: Any, machine: Machine) -> Job:
         ),
         **settings_of(recipe.oomb),
         gpu=machine.gpu,
+        on_gpu=machine.on_gpu,
         num_gpus=machine.num_gpus,
         zero_stage=machine.zero_stage,
         zero_offload=machine.zero_offload,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import itertools
 import types
@@ -164,10 +165,12 @@ def _split_flags(arguments: list[str], settings: Mapping[str, Setting]) -> list[
         argument = arguments[position]
         position += 1
         if not argument.startswith("--"):
+            near = difflib.get_close_matches(argument[:100].replace("-", "_"), settings, n=1)
+            meant = f"Did you mean --{near[0]}? " if near else ""
             raise ValueError(
                 f"Cannot tell what {shown(argument)} on the command line belongs to.\n"
                 "  It stands behind no option, and is none.\n"
-                "  Options are --name value or --name=value, for example --learning_rate 1e-4."
+                f"  {meant}Options are --name value or --name=value, for example --learning_rate 1e-4."
             )
         flag, equals, text = argument.partition("=")
         if not equals:

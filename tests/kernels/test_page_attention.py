@@ -312,15 +312,15 @@ def test_autocast_and_gradients_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "refusal"),
+    ("sizes", "reason"),
     [
-        ({"page_tokens": 24}, "page_tokens must be a multiple of 16"),
-        ({"block_tokens": 8}, "q_block must be a multiple of 16"),
-        ({"head_dim": 20}, "head_dim must be a multiple of 8"),
+        ({"page_tokens": 24}, "pages must be whole tiles"),
+        ({"block_tokens": 8}, "query blocks must be whole tiles"),
+        ({"head_dim": 20}, "rows of a page must be whole 16 bytes"),
     ],
     ids=["page_tokens", "block_tokens", "head_dim"],
 )
-def test_kernels_refuse_what_no_tile_divides(sizes: dict[str, Any], refusal: str) -> None:
+def test_kernels_run_on_whole_tiles_only(sizes: dict[str, Any], reason: str) -> None:
     problem = make_problem(**{"dtype": torch.float16, "tokens": 16, "block_tokens": 16, **sizes})
-    with pytest.raises(ValueError, match=refusal):
+    with pytest.raises(AssertionError, match=reason):
         run(KERNELS, problem, plain_page_attention(problem, torch.float64))

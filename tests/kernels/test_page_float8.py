@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oomb_kernels import FLOAT8, check_float8, check_page_kernels, load_pages, store_pages
+from oomb_kernels import FLOAT8, load_pages, store_pages
 from oomb_kernels.page_float8 import quantize_pages
 from oomb_kernels.page_store import (
     launch_load_pages,
@@ -294,21 +294,3 @@ def test_slots_beyond_four_gi_elements() -> None:
     store_pages(pool, slots, k, v, scales)
     for ours, x in zip(load_pages(pool, slots, scales, torch.bfloat16), (k, v), strict=True):
         assert ((ours - x).abs() <= x.abs() * 2.0**-4 + float(scales.max()) * 2.0**-10).all()
-
-
-def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    with pytest.raises(ValueError, match="no 8-bit floats") as refusal:
-        check_float8(torch.device("cuda"))
-    assert "A100 has compute capability 8.0, needed is 8.9" in str(refusal.value)
-    assert str(refusal.value).endswith("Set page_dtype='model'.") and len(str(refusal.value).splitlines()) == 3
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    check_float8(torch.device("cuda"))
-    check_float8(torch.device("cpu"))
-
-
-def test_heads_that_the_copy_engine_cannot_step_over_are_refused() -> None:
-    check_page_kernels(torch.bfloat16, 72, 128, 128)
-    with pytest.raises(ValueError, match=r"multiple of 16 .*\n.*72.*\n.*page_dtype='model'"):
-        check_page_kernels(FLOAT8, 72, 128, 128)

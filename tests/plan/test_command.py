@@ -228,6 +228,13 @@ def test_what_is_no_length(text: str) -> None:
         ("qwen2.5-7b --full --lora_r 8", "Got --full with --lora_r 8."),
         ("qwen2.5-7b --top-k 16", "Use --attention sparse, or leave --top_k out."),
         ("qwen2.5-7b --length soon", "Write 131072, 128K or 1M"),
+        ("qwen2.5-7b lenght 1M", "Unknown word 'lenght' on the command line."),
+        ("qwen2.5-7b lenght 1M", "Did you mean '--length'?"),
+        ("qwen2.5-7b page-tokens 64", "Did you mean '--page_tokens'?"),
+        ("qwen2.5-7b sparse", "Did you mean '--attention sparse'?"),
+        ("qwen2.5-7b --attention spars", "Unknown value 'spars' for --attention."),
+        ("qwen2.5-7b --attention spars", "Did you mean 'sparse'?"),
+        ("qwen2.5-7b --zero 5", "Valid values: 0, 1, 2, 3."),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
@@ -345,3 +352,54 @@ def test_no_torch_for_a_recipe(recipe: str) -> None:
     """It takes seconds, which nobody who asks a dozen times should wait."""
     code = "import sys; from oomb_accel.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, "estimate", recipe], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["estimate", "train"])
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("--max_steps 8 {}", "{} --max_steps 8"),
+        ("--dry-run {} --oomb_config preset.yaml", "{} --dry-run --oomb_config preset.yaml"),
+        ("--oomb_config preset.yaml {}", "{} --oomb_config preset.yaml"),
+        ("qwen2.5-7b {}", "{}"),
+        ("--json {}", "{} --json"),
+    ],
+)
+def test_a_recipe_that_is_not_the_first_word(
+    capsys: pytest.CaptureFixture[str], recipe: str, command: str, words: str, meant: str
+) -> None:
+    assert main([command, *words.format(recipe).split()]) == 2
+    what, _, remedy = capsys.readouterr().err.splitlines()
+    assert what.endswith("The recipe must be the first word.")
+    assert remedy == f"  Write oomb {command} {meant.format(recipe)}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--gpu_gib 48", ["tflops=989 as of the H200"]),
+        ("--gpu a100 --gpu_gib 40", ["tflops=312 as of the A100 80 GB"]),
+        ("--tflops 300", ["gpu_gib=139.8 as of the H200"]),
+        ("--gpu_gib 48 --tflops 300 --page_dtype float8", ["8-bit floats as of the H200"]),
+        ("--gpu_gib 48 --tflops 300", []),
+        ("--gpu a100", []),
+    ],
+)
+def test_what_is_taken_from_another_gpu_is_said(
+    capsys: pytest.CaptureFixture[str], words: str, said: list[str]
+) -> None:
+    chosen = report(capsys, f"qwen2.5-7b --length 32K {words}")["chosen"]
+    assert len(chosen) == len(said) and all(part in line for part, line in zip(said, chosen, strict=True)), chosen
+    text = run(capsys, f"qwen2.5-7b --length 32K {words}")[1]
+    assert all(f"chosen: {part}" in text for part in said)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [("--lora_dropout 0.1", True), ("--use_dora true", True), ("--lora_dropout 0.1 --full", False), ("", False)],
+)
+def test_dropout_and_dora_are_not_counted_and_it_says_so(
+    capsys: pytest.CaptureFixture[str], recipe: str, words: str, said: bool
+) -> None:
+    text = " ".join(run(capsys, f"{recipe} {words}")[1].split())
+    assert ("Adapters with dropout or DoRA are estimated as plain LoRA that PEFT runs" in text) == said, text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -169,3 +170,27 @@ def test_host_memory_is_made_as_it_was_estimated(tokens: int) -> None:
 def test_slab_size_follows_the_need(need: int, record: int, size: int) -> None:
     assert slab_bytes_for(need, record) == size
     assert in_slabs(need, size) == (math.ceil(need / size) + 1) * size
+
+
+@pytest.mark.parametrize(
+    ("share", "dense_layers", "lengths"),
+    [(0.6, (1,), (800,)), (0.8, (1,), (800,)), (0.8, (0, 2), (800,)), (0.7, (-1,), (100, 500, 200)), (0.6, (), (800,))],
+    ids=str,
+)
+def test_a_step_runs_in_the_host_memory_that_it_asks_for(
+    share: float, dense_layers: tuple[int, ...], lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense layers have all their gradients at once, sparse ones few; what these leave unused on the device is none
+    for those."""
+    monkeypatch.setattr("oomb_accel.plan.sizes._SMALLEST_SLAB_BYTES", 1 << 14)
+    model, settings = tiny_model(), sparse(q_block=64, top_k=1, span_tokens=8, dense_layers=dense_layers)
+    oomb_accel.enable(model, settings)
+    state = attachment_of(model)
+    plan = ChunkSchedule.build(lengths, [], chunk_tokens=state.chunk_tokens, page_tokens=4)
+    whole = state.page_shape(sparse=True).num_bytes(plan, torch.float32)
+    state.config = replace(settings, device_pages_gib=share * whole / GIB)
+    found = step_memory.divide_pages(state, plan, torch.device("cpu"))
+    assert found is not None
+    state.offload._budget = state.offload.check(found.host_bytes, 512)
+    state.model(**packed(documents_of(*lengths)).batch).loss.backward()
+    assert (state.offload.copied_bytes()["down"] > 0) == bool(dense_layers)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomb_accel.plan import Job, estimate, largest_tokens, page_demand, read_shape
-from oomb_accel.plan.runs import ChunkRun, one_by_one, runs_of, runs_of_document
+from oomb_accel.plan import Job, estimate, fit, largest_tokens, page_demand, read_shape, suggestions
+from oomb_accel.plan.runs import ChunkRun, runs_of, runs_of_document
 from oomb_accel.plan.sizes import GIB
 from oomb_accel.schedule import ChunkSchedule
 
@@ -19,6 +21,11 @@ MODELS = {name: read_shape(name) for name in ("qwen2.5-7b", "qwen2.5-0.5b")}
 LAYERS = MODELS["qwen2.5-7b"].num_layers
 MODELS["windows"] = replace(MODELS["qwen2.5-7b"], windows=(None, 512, 1000, 1 << 20) * (LAYERS // 4))
 MODELS["only windows"] = replace(MODELS["qwen2.5-7b"], windows=(512,) * LAYERS)
+
+
+def one_by_one(runs: Sequence[ChunkRun]) -> list[ChunkRun]:
+    """Every chunk as a run of its own."""
+    return [run.part(number, number + 1) for run in runs for number in range(run.count)]
 
 
 def chunk_by_chunk(job: Job) -> list[ChunkRun]:
@@ -32,7 +39,7 @@ def chunk_by_chunk(job: Job) -> list[ChunkRun]:
 def test_runs_are_the_chunks_of_the_engine(tokens: int, chunk_tokens: int, page_tokens: int) -> None:
     sizes = {"chunk_tokens": max(chunk_tokens, page_tokens), "page_tokens": page_tokens}
     engine = runs_of(ChunkSchedule.build([tokens], range(tokens - 1), **sizes))
-    assert list(one_by_one(runs_of_document(tokens, **sizes))) == engine
+    assert one_by_one(runs_of_document(tokens, **sizes)) == engine
 
 
 @given(
@@ -90,7 +97,7 @@ def test_the_most_that_exists_at_one_moment_is_looked_for_as_long_as_there_may_b
     layout = replace(job.pages, grad_dtype=grad_dtype, recent_pages=0, page_tokens=16)
     runs = runs_of_document(pages * 16, chunk_tokens=chunk_pages * 16, page_tokens=16)
     most, untouched = 0.0, 1.0
-    for chunk in [*one_by_one(runs)][:0:-1]:
+    for chunk in one_by_one(runs)[:0:-1]:
         past = chunk.past_pages
         untouched *= 1 - layout.distinct_pages(past, chunk.num_tokens) / past
         values = (past + chunk.own_pages) * layout.value_record
@@ -129,3 +136,13 @@ def test_a_document_of_a_million_pages_takes_no_minute(attention: Any) -> None:
     start = time.process_time()
     assert estimate(job).fits and largest_tokens(job) >= job.tokens
     assert time.process_time() - start < 15
+
+
+@pytest.mark.parametrize("tokens", [1 << 20, 1 << 22])
+def test_time_is_reckoned_of_what_fits_alone(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a million chunks it takes seconds each, and most changes do not make such a job fit."""
+    job = Job(model=MODELS["qwen2.5-7b"], tokens=tokens, attention="sparse", host_bytes=32 * GIB)
+    spy = mock.Mock(side_effect=fit.estimate_time)
+    monkeypatch.setattr(fit, "estimate_time", spy)
+    found = suggestions(job)
+    assert found and spy.call_count == len(found)
