@@ -34,6 +34,7 @@ from oomb_accel.progress import host_bytes
 
 SIDES: dict[str, dict[str, Any]] = {
     "offload-dense": {},
+    "offload-dense-kept": {"keep_outputs": "auto"},
     **{f"offload-sparse-{top_k}": {"attention": "sparse", "top_k": top_k} for top_k in (16, 64)},
     **{
         f"offload-sparse-{top_k}-budget-{8 * top_k}": {"attention": "sparse", "top_k": top_k, "page_budget": 8 * top_k}
@@ -87,7 +88,7 @@ def config_of(side: str, chunk_tokens: int, pool_gib: float | None) -> OombConfi
     """Settings of a side of `SIDES`; None where all pages stay on the device."""
     pool: dict[str, Any] = {"offload": False} if pool_gib is None else {"device_pages_gib": pool_gib}
     common: dict[str, Any] = {"keep_outputs": False, "page_grad_dtype": "bfloat16", "progress": False}
-    return OombConfig(chunk_tokens=chunk_tokens, **common, **SIDES[side], **pool)
+    return OombConfig(chunk_tokens=chunk_tokens, **common | SIDES[side], **pool)
 
 
 def page_bytes(shape: ModelShape, tokens: int) -> int:

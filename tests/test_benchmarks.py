@@ -100,7 +100,8 @@ def test_a_row_without_a_measurement_says_so() -> None:
 def test_offload_at_tiny_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a pool that a model of two layers can do with."""
     monkeypatch.setattr(offload, "POOL_SHARE", 0.7)
-    sides, device = ["offload-dense", "offload-sparse-16-budget-128"], torch.device("cpu")
+    sides = ["offload-dense", "offload-dense-kept", "offload-sparse-16-budget-128"]
+    device = torch.device("cpu")
     rows = list(offload.offload(shape="tiny", lengths=[900], sides=sides, chunk_tokens=128, timed=1, device=device))
     assert [(row.side, row.details["device_pages_gib"] == "all") for row in rows] == [
         (side, resident) for side in sides for resident in (True, False)

@@ -68,6 +68,22 @@ def test_no_bit_changes(
         assert_same_bits(ours, theirs)
 
 
+@pytest.mark.parametrize("grads", ["float32", "bfloat16"])
+@pytest.mark.parametrize("delays", [False, True], ids=["as fast as it goes", "random delays"])
+def test_no_bit_changes_beside_pages(grads: Any, delays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the device has room for a part."""
+    settings = gpu_config(deterministic=True, page_grad_dtype=grads)
+    wanted, _ = two_steps(settings, TOKENS, lora_model(), keep_outputs=False)
+    _, of_pages = two_steps(settings, TOKENS, lora_model(), keep_outputs=False, device_pages_gib=0.035)
+    if delays:
+        delay_copies(monkeypatch)
+    found, copied = two_steps(settings, TOKENS, lora_model(), device_pages_gib=0.035)
+    assert of_pages is not None and copied is not None
+    assert copied["down"] > of_pages["down"] + 2**22 and of_pages["down"] > 2**20
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_same_bits(ours, theirs)
+
+
 def test_memory_is_flat_and_a_step_that_fails_gives_it_back(placed: list[tuple[KeptChunks, int]]) -> None:
     model = lora_model()
     ids = torch.randint(0, 100, (1, TOKENS), device="cuda")
