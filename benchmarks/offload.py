@@ -13,13 +13,13 @@ import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import oomb_accel
 from benchmarks.floor import floor_seconds
+from benchmarks.making import timed_making
 from benchmarks.registry import GIB, Row, benchmark
 from oomb_accel import OombConfig
 from oomb_accel.bench.models import SHAPES, lora_model
@@ -27,7 +27,6 @@ from oomb_accel.bench.step import training_step
 from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.integrations.liger import use_liger
 from oomb_accel.integrations.support import base_model_of
-from oomb_accel.offload import Offload
 from oomb_accel.plan.shape import ModelShape, shape_of
 from oomb_accel.plan.sizes import record_bytes
 from oomb_accel.progress import host_bytes
@@ -105,11 +104,11 @@ def _measure(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, ro
         torch.cuda.reset_peak_memory_stats()
     copied, waited, seconds, making = spent.copied_bytes(), spent.waited_seconds(), [], []
     for _ in range(timed):
-        with patch.object(Offload, "reserve", _timed_reserve(made := [0.0])):
+        with timed_making() as made:
             start = time.perf_counter()
             row.details["loss"] = training_step(model, optimizer, ids)
-            seconds.append(time.perf_counter() - start - made[0])
-        making.append(made[0])
+            seconds.append(time.perf_counter() - start - made.seconds)
+        making.append(made.seconds)
     row.seconds = statistics.median(seconds)
     now = spent.copied_bytes()
     row.details |= {
@@ -121,14 +120,3 @@ def _measure(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, ro
     }
     if on_gpu:
         row.peak_gib = torch.cuda.max_memory_allocated() / GIB
-
-
-def _timed_reserve(made: list[float]) -> Any:
-    plain = Offload.reserve
-
-    def reserve(self: Offload, *arguments: Any, **keywords: Any) -> None:
-        start = time.perf_counter()
-        plain(self, *arguments, **keywords)
-        made[0] += time.perf_counter() - start
-
-    return reserve
