@@ -78,8 +78,7 @@ class Offload:
             ValueError: naming a setting that would do.
         """
         budget = self._known_budget()
-        made = in_slabs(num_bytes, slab_bytes_for(num_bytes, record_bytes))
-        needed = made + self.host_bytes()["page_memory_used"]
+        needed = self.made_for(num_bytes, record_bytes) + self.host_bytes()["page_memory_used"]
         if needed > budget:
             raise ValueError(
                 "The pages of this document need more host memory than they may have.\n"
@@ -89,6 +88,11 @@ class Offload:
                 f"train on shorter documents, or set host_memory_gib={gib_above(needed)} where the machine has it."
             )
         return needed
+
+    def made_for(self, num_bytes: int, record_bytes: int) -> int:
+        """Host memory that is made for pages of so many bytes."""
+        there = 0 if self.arena is None else self.arena.slab_bytes
+        return in_slabs(num_bytes, max(there, slab_bytes_for(num_bytes, record_bytes)))
 
     def reserve(self, num_bytes: int, record_bytes: int, device: torch.device) -> None:
         """Have this much host memory made.
@@ -179,7 +183,10 @@ class Offload:
 
     def _awaited_bytes(self) -> int:
         """Of host memory that pages of streams before their backward have not taken yet: their gradients will."""
-        return sum(max(0, records.rooms.host_bytes - records.host_bytes) for records in self._streams)
+        if self.arena is None:
+            return 0
+        made = {records: in_slabs(records.rooms.host_bytes, self.arena.slab_bytes) for records in self._streams}
+        return sum(max(0, num_bytes - records.host_bytes) for records, num_bytes in made.items())
 
     def _known_budget(self) -> int:
         if self._budget is None:

@@ -1,8 +1,9 @@
-"""Results of the forward sweep on the host, where pages leave the device too: dense steps keep both there."""
+"""Results of the forward sweep on the host, where pages leave the device too."""
 
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,21 +29,27 @@ from tests.test_kept_on_host import LAYOUTS, MIB, STAGING, Placed, Rooms, late, 
 __all__ = ["late", "model", "placed", "rooms"]  # fixtures
 SMALL: dict[str, Any] = {"span_tokens": 8, "device_pages_gib": 110 * 1024 / GIB}
 """Room for a few layers' pages."""
+SETTINGS: dict[str, OombConfig] = {
+    "dense": config(**SMALL),
+    "dense, bf16 page gradients": config(**SMALL, page_grad_dtype="bfloat16"),
+    "sparse": sparse(**SMALL),
+    "sparse, bf16 page gradients": sparse(**SMALL, page_grad_dtype="bfloat16"),
+    "all run again": sparse(**SMALL, keep_last_graph=False),
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("keep", ["auto", True])
-@pytest.mark.parametrize("grads", ["float32", "bfloat16"])
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_no_bit_changes(
-    layout: str, keep: Any, grads: Any, model: nn.Module, rooms: Rooms, placed: Placed, late: LateMover
+    layout: str, keep: Any, settings: str, model: nn.Module, rooms: Rooms, placed: Placed, late: LateMover
 ) -> None:
-    settings = config(**SMALL, page_grad_dtype=grads, keep_outputs=False)
-    wanted = chunked(twin(model), LAYOUTS[layout], settings)
+    wanted = chunked(twin(model), LAYOUTS[layout], replace(SETTINGS[settings], keep_outputs=False))
     of_pages = dict(late.num_bytes)
     assert min(of_pages.values()) > 0
     rooms(0, 64 * MIB)
     placed.clear()
-    found = chunked(twin(model), LAYOUTS[layout], config(**SMALL, page_grad_dtype=grads, keep_outputs=keep))
+    found = chunked(twin(model), LAYOUTS[layout], replace(SETTINGS[settings], keep_outputs=keep))
     kept = placed[0]
     assert kept["products on the host"] and (kept["attention"] if keep is True else kept["attention on the host"])
     assert not kept["products"] and late.num_bytes["down"] - of_pages["down"] > of_pages["down"]
@@ -50,43 +57,37 @@ def test_no_bit_changes(
     assert_same_bits(found.gradients, wanted.gradients)
 
 
-@pytest.mark.parametrize("settings", [sparse(**SMALL), config(**SMALL, keep_outputs=False)], ids=["sparse", "off"])
-def test_nothing_beside_copies_of_selected_pages(
-    settings: OombConfig, model: nn.Module, rooms: Rooms, placed: Placed, late: LateMover
-) -> None:
-    rooms(0, 64 * MIB)
-    chunked(twin(model), LAYOUTS["one document"], settings)
-    assert late.num_bytes["down"] > 0 and not any(placed[0].values())
-
-
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_results_that_are_lost_are_made_again(
-    model: nn.Module, rooms: Rooms, late: LateMover, monkeypatch: pytest.MonkeyPatch
+    settings: str, model: nn.Module, rooms: Rooms, late: LateMover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the recompute reads pages, which nobody had foreseen."""
-    wanted = chunked(twin(model), LAYOUTS["odd lengths"], config(**SMALL, keep_outputs=False))
+    wanted = chunked(twin(model), LAYOUTS["odd lengths"], replace(SETTINGS[settings], keep_outputs=False))
     num_calls = refuse_every_third(monkeypatch)
     rooms(0, 64 * MIB)
-    found = chunked(twin(model), LAYOUTS["odd lengths"], config(**SMALL))
+    found = chunked(twin(model), LAYOUTS["odd lengths"], SETTINGS[settings])
     assert next(num_calls) > 100
     assert_same_bits(found.gradients, wanted.gradients)
 
 
+@pytest.mark.parametrize("settings", ["dense", "sparse"])
 @pytest.mark.parametrize("kib", [200, 400, 1000])
 def test_pages_have_their_room_first(
-    kib: int, model: nn.Module, late: LateMover, monkeypatch: pytest.MonkeyPatch
+    kib: int, settings: str, model: nn.Module, late: LateMover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the host's memory and of the device's: what is asked for is made, no more, and pages never lack it."""
     for name in ("_SMALLEST_SLAB_BYTES", "LARGEST_SLAB_BYTES"):
         monkeypatch.setattr(sizes, name, mmap.PAGESIZE)
     limit = kib * 1024
     layout = padded(documents_of(150))
-    with switched_on(twin(model), config(**SMALL, host_memory_gib=limit / GIB, keep_outputs=False)) as ours:
+    config = replace(SETTINGS[settings], host_memory_gib=limit / GIB)
+    with switched_on(twin(model), replace(config, keep_outputs=False)) as ours:
         ours(**layout.batch).loss.backward()
         arena, wanted = attachment_of(ours).offload.arena, parameter_gradients(ours)
         assert arena is not None
         of_pages = arena.num_bytes
     monkeypatch.setattr(step_memory, "_host_spare_bytes", lambda state, _: state.offload.spare_bytes())
-    with switched_on(twin(model), config(**SMALL, host_memory_gib=limit / GIB)) as ours:
+    with switched_on(twin(model), config) as ours:
         ours(**layout.batch).loss.backward()
         arena = attachment_of(ours).offload.arena
         assert arena is not None and arena.num_bytes <= limit and arena.free_bytes == arena.num_bytes
@@ -101,7 +102,9 @@ def test_the_device_leaves_as_much_to_results_as_the_estimate_says(model: nn.Mod
             state = attachment_of(ours)
             with torch.enable_grad():
                 schedule = ChunkSchedule.build([150], range(149), chunk_tokens=state.chunk_tokens, page_tokens=4)
-                found = step_memory._bytes_on_their_way(state, schedule, torch.device("cpu"), torch.float32)
+                pages = step_memory.divide_pages(state, schedule, torch.device("cpu"))
+                assert pages is not None
+                found = pages.results_bytes
             job = Job(
                 model=state.model_shape(),
                 tokens=150,

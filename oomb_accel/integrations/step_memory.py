@@ -98,7 +98,7 @@ def kept_chunks(
         spare = _spare_bytes(state, schedule, device) - wanted_bytes
         found = place_results(kinds, chunks, spare, _host_spare_bytes(state, device))
     elif rooms.results_bytes:
-        on_host = _host_spare_bytes(state, device) - rooms.host_bytes
+        on_host = _host_spare_bytes(state, device) - _made_for(state, rooms, device)
         found = place_results(kinds, chunks, rooms.results_bytes, on_host)
     if wanted is True:
         everything = {chunk.index: [*attention.keys, *found.on_device.get(chunk.index, ())] for chunk in chunks}
@@ -146,9 +146,9 @@ def divide_pages(state: Attachment, schedule: ChunkSchedule, device: torch.devic
         return replace(rooms, results_bytes=results_bytes)
 
     rooms = divided(0)
-    if rooms is None or not trains or shape.sparse_layers:  # there copies of pages have the bus
+    if rooms is None or not trains:
         return rooms
-    results = _bytes_on_their_way(state, schedule, device, dtype)
+    results = _bytes_on_their_way(state, schedule, device, dtype, rooms)
     with suppress(ValueError):  # pages come first
         rooms = divided(results) if results else rooms
     return rooms
@@ -165,6 +165,12 @@ def reserve_host_memory(state: Attachment, rooms: PageRooms, device: torch.devic
     """
     shape = state.page_shape(sparse=torch.is_grad_enabled() and bool(state.sparse_layers))
     state.offload.reserve(rooms.host_bytes, _largest_record(state, shape, device), device)
+
+
+def _made_for(state: Attachment, rooms: PageRooms, device: torch.device) -> int:
+    """Host memory that is made for these pages."""
+    shape = state.page_shape(sparse=torch.is_grad_enabled() and bool(state.sparse_layers))
+    return state.offload.made_for(rooms.host_bytes, _largest_record(state, shape, device))
 
 
 def _living_host_bytes(
@@ -241,9 +247,11 @@ def _bytes_before_pages(state: Attachment, schedule: ChunkSchedule, dtype: torch
     return sum(chunk.num_tokens for chunk in again) * _output_bytes(state, dtype)
 
 
-def _bytes_on_their_way(state: Attachment, schedule: ChunkSchedule, device: torch.device, dtype: torch.dtype) -> int:
-    """Device memory that results need which are kept on the host; 0 where none are."""
-    if state.config.keep_outputs is False or _host_spare_bytes(state, device) <= 0:
+def _bytes_on_their_way(
+    state: Attachment, schedule: ChunkSchedule, device: torch.device, dtype: torch.dtype, rooms: PageRooms
+) -> int:
+    """Device memory that results need which are kept on the host beside pages; 0 where none are."""
+    if state.config.keep_outputs is False or _host_spare_bytes(state, device) <= _made_for(state, rooms, device):
         return 0
     kinds = _result_kinds(state, None, dtype)
     return on_their_way(kinds[1:] if state.config.keep_outputs is True else kinds, schedule.chunks)

@@ -35,14 +35,12 @@ def kept_results(
         budget_bytes: device memory that nothing else needs; may be negative. Where pages leave the device, what they
             leave to results on their way.
         host_budget_bytes: host memory that the process may have for pages and results.
-        page_bytes: what pages take of it. Where they leave the device, nothing is kept in sparse steps: there their
-            copies have the bus.
+        page_bytes: what pages take of it.
     """
     again = repeated_chunks(job, chunks)
     attention = Places(range(num_chunks(again)), device_bytes=_device_bytes(again, attention_bytes_per_token(job)))
     always = {"attention": attention} if job.keep_outputs is True else {}
-    nothing = job.keep_outputs is False or (page_bytes and job.pages.sparse_layers)
-    sizes = {} if nothing else _sizes(job, again, without=always)
+    sizes = {} if job.keep_outputs is False else _sizes(job, again, without=always)
     staging = _staging(job, again, sizes)
     host_bytes = _host_bytes(job, host_budget_bytes, page_bytes)
     if not page_bytes:  # otherwise pages have left it
@@ -75,8 +73,7 @@ def _sizes(job: Job, again: Sequence[ChunkRun], without: Collection[str]) -> dic
 
 def bytes_on_their_way(job: Job, chunks: Sequence[ChunkRun], host_budget_bytes: int, page_bytes: int) -> int:
     """Device memory that results need which are kept on the host beside pages; 0 where none are."""
-    nothing = job.keep_outputs is False or job.pages.sparse_layers
-    if nothing or _host_bytes(job, host_budget_bytes, page_bytes) <= 0:
+    if job.keep_outputs is False or _host_bytes(job, host_budget_bytes, page_bytes) <= 0:
         return 0
     return _staging(job, chunks, _sizes(job, chunks, without=["attention"] if job.keep_outputs is True else []))
 

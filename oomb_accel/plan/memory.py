@@ -105,14 +105,18 @@ def estimate_memory(job: Job) -> Memory:
             zero_stage=job.zero_stage,
         )
 
+    def made_for(plan: MemoryPlan) -> int:
+        """Host memory for pages."""
+        return in_slabs(plan.host_bytes, slab_bytes_for(plan.host_bytes, record)) if plan.offloads else 0
+
     plan = plan_beside(0)
     spare = free - chunk_bytes - plan.device_value_bytes - plan.device_gradient_bytes - demand.resident_bytes
     if plan.offloads:
-        spare, on_their_way = 0, bytes_on_their_way(job, chunks, pages_budget, plan.host_bytes)
+        spare, on_their_way = 0, bytes_on_their_way(job, chunks, pages_budget, made_for(plan))
         tighter = plan_beside(on_their_way)
         if plan.fits and tighter.fits:  # otherwise pages come first
             plan, spare = tighter, on_their_way
-    kept, staging = kept_results(job, chunks, spare, pages_budget, plan.host_bytes)
+    kept, staging = kept_results(job, chunks, spare, pages_budget, made_for(plan))
     reused = longest * attention_bytes_per_token(job) if kept.attention.on_device else 0
     heads_run_again = len(kept.head.chunks) < num_chunks(repeated_chunks(job, chunks))
     device = {
@@ -139,9 +143,9 @@ def estimate_memory(job: Job) -> Memory:
         "workspace": working,
         "CUDA context": rates.CONTEXT_BYTES,
     }
-    slab_bytes = slab_bytes_for(plan.host_bytes, record)
-    least = in_slabs(plan.host_bytes, slab_bytes) if plan.offloads else 0
-    most = max(least, min(in_slabs(demand.living_bytes, slab_bytes), pages_budget)) if plan.offloads else 0
+    slab_bytes, least = slab_bytes_for(plan.host_bytes, record), made_for(plan)
+    left = pages_budget - kept.host_bytes
+    most = max(least, min(in_slabs(demand.living_bytes, slab_bytes), left)) if plan.offloads else 0
     pinned = {**pinned, PAGES_ON_HOST: least, "kept outputs": kept.host_bytes}
     return Memory(device, pinned, pageable, most, demand, plan, kept, chunks)
 

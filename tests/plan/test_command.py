@@ -28,7 +28,8 @@ def report(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, Any]:
 
 
 def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = run(capsys, "Qwen/Qwen2.5-7B --length 1M --attention sparse --page_grad_dtype bfloat16 --price 3.5")
+    words = "Qwen/Qwen2.5-7B --length 1M --attention sparse --page_grad_dtype bfloat16 --price 3.5 --keep_outputs false"
+    code, text = run(capsys, words)
     assert code == 0
     for part in (
         *("7.62B parameters, LoRA r=16 (40.4M trained)", "1,048,576 tokens, sparse attention (top_k 64)"),
@@ -250,7 +251,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_automatic_settings_are_told_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "qwen2.5-7b --length 1M --chunk_tokens auto --page_grad_dtype auto"
+    words = "qwen2.5-7b --length 1M --chunk_tokens auto --page_grad_dtype auto --keep_outputs false"
     _, text = run(capsys, words)
     assert "chosen: chunk_tokens=8192 for 1,048,576 tokens" in text
     assert "chosen: page_grad_dtype=bfloat16 for 1,048,576 tokens" in text and "their gradients bfloat16" in text

@@ -145,16 +145,16 @@ def test_zero_3_keeps_outputs_but_no_head_gradients(stage: int, heads: int) -> N
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize(("keep_outputs", "chunks"), [("auto", 0), (True, 31)])
-def test_while_pages_leave_there_is_no_memory_to_spare(keep_outputs: Any, chunks: int, sparse: bool) -> None:
-    """Also where settings leave a part of the device alone, as the engine does it. Dense steps use the host's."""
+def test_while_pages_leave_only_the_host_has_memory_to_spare(keep_outputs: Any, chunks: int, sparse: bool) -> None:
+    """Also where settings leave a part of the device alone, as the engine does it."""
     of = job(M // 4, keep_outputs=keep_outputs, page_grad_dtype="bfloat16", device_pages_bytes=4 * GIB)
     found = estimate(replace(of, attention="sparse") if sparse else of)
     assert found.memory.plan.offloads
     assert [len(places.on_device) for places in found.memory.kept] == [0, chunks, 0, 0]
-    assert any(places.on_host for places in found.memory.kept) is not sparse
+    assert any(places.on_host for places in found.memory.kept)
 
 
-def test_results_on_the_host_leave_pages_their_room() -> None:
+def test_results_on_the_host_leave_pages_their_room_there() -> None:
     """A step fits with and without, and does not get longer by them."""
     for gib in (48, 64, 96, 256):
         of = job(M // 2, page_grad_dtype="bfloat16", host_bytes=gib * GIB, device_pages_bytes=24 * GIB)
