@@ -129,9 +129,9 @@ class OombConfig(_Given):
     that it skips attention; then outputs of the last product of each MLP, ``2 * (hidden + r)`` bytes, and of
     attention's, as many, so that it skips these products where they have LoRA adapters. ``"auto"`` keeps those of the
     latest chunks on the device, as many as its free memory allows, and those of the chunks before them in pinned host
-    memory, but in sparse steps only where all pages stay on the device: up to half of what this process may have of
-    it, or up to ``host_memory_gib`` where that is a number; nothing with ``offload=False``. True keeps all attention
-    outputs on the device, whatever is free, and the rest as ``"auto"`` does; False keeps nothing.
+    memory: up to half of what this process may have of it, or up to ``host_memory_gib`` where that is a number;
+    nothing with ``offload=False``. True keeps all attention outputs on the device, whatever is free, and the rest as
+    ``"auto"`` does; False keeps nothing.
     """
 
     keep_last_graph: bool = True
