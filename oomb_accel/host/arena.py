@@ -104,7 +104,8 @@ class HostArena:
         self._num_working = 0
         self._failures: list[Exception] = []
         self._resources = _Resources(pinner if pin else None)
-        self._finalizer = weakref.finalize(self, _release, self._resources, os.getpid())
+        self._owner = os.getpid()
+        self._finalizer = weakref.finalize(self, _release, self._resources, self._owner)
 
     @property
     def num_bytes(self) -> int:
@@ -182,6 +183,8 @@ class HostArena:
 
     def give(self, slab: Slab) -> None:
         """Let others have the slab. Its content is lost. Nothing happens when the arena is closed."""
+        if os.getpid() != self._owner:  # there nobody has it, and a thread of the parent's may have held the lock
+            return
         with self._changed:
             if self._resources.closing.is_set():
                 return
@@ -192,6 +195,8 @@ class HostArena:
 
     def close(self) -> None:
         """Stop the background, wait for the device, unpin and give everything back. Slabs become invalid."""
+        if os.getpid() != self._owner:
+            return
         with self._changed:
             self._resources.closing.set()
             self._parts.clear()

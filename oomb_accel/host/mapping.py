@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -17,23 +16,21 @@ from torch import Tensor
 _ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
 """Huge pages make touching and registering faster. A forked process (data loaders) must not get the memory: the kernel
 would copy every pinned page for it or, before Linux 5.9, leave the parent with pages that the GPU does not write to."""
+_REFUSED = ctypes.c_void_p(-1).value
 
-_mappings = weakref.WeakSet[mmap.mmap]()
-"""All that are there, be it for a tensor alone."""
-
-
-def _leave_to_the_parent() -> None:
-    """Keep mappings in a forked process for good. It has a hole where the memory was, into which anything may come that
-    it maps, and the end of a mapping would unmap that."""
-    for mapping in tuple(_mappings):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
-
-
-os.register_at_fork(after_in_child=_leave_to_the_parent)
+# Not `mmap.mmap`: that unmaps its addresses in a forked process too, where others may lie there by then.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HostMapping:
     """Anonymous private memory of this process, which a forked one does not get.
+
+    In a forked process it is a hole, into which come a malloc's arenas or a thread's stack: nothing that is done to
+    this object there, and nothing that happens when it dies, touches those addresses.
 
     Attributes:
         memory: uint8 ``[num_bytes]`` over all of it.
@@ -46,29 +43,45 @@ class HostMapping:
 
     def __init__(self, num_bytes: int) -> None:
         # A page more than is used: slabs that touch could be taken for one piece, which CUDA registered as two.
-        self._mapping = mmap.mmap(-1, num_bytes + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._length = num_bytes + mmap.PAGESIZE
+        self.address = _map(self._length)
+        self._owner = os.getpid()
+        self._bytes = (ctypes.c_ubyte * self._length).from_address(self.address)
+        # Tensors hold the bytes. At the interpreter's end nobody unmaps: the process is all but gone.
+        weakref.finalize(self._bytes, _unmap, self.address, self._length, self._owner).atexit = False
         for advice in _ADVICE:
             self._advise(advice)
-        _mappings.add(self._mapping)
-        self.memory: Tensor = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes)
-        self.address = self.memory.data_ptr()
+        self.memory: Tensor = torch.frombuffer(self._bytes, dtype=torch.uint8, count=num_bytes)
         self.registered = False
 
     def touch(self, start: int, end: int) -> None:
         """Make the pages of these bytes present. Threads may do so side by side: numpy releases the interpreter."""
-        np.frombuffer(self._mapping, dtype=np.uint8)[start : end : mmap.PAGESIZE] = 0
+        np.frombuffer(memoryview(self._bytes), dtype=np.uint8)[start : end : mmap.PAGESIZE] = 0
 
     def close(self) -> None:
         """Give the memory back now. Where somebody still holds a tensor over it, the addresses stay valid until that
         is gone, and read as zeros."""
         self._advise("MADV_DONTNEED")
-        del self.memory, self._mapping
+        del self.memory, self._bytes
 
     def _advise(self, advice: str) -> None:
         number = getattr(mmap, advice, None)
-        if number is not None:
-            with contextlib.suppress(OSError):  # a kernel without it
-                self._mapping.madvise(number)
+        if number is not None and os.getpid() == self._owner:
+            _libc.madvise(self.address, self._length, number)  # what a kernel without it answers does not matter
+
+
+def _map(length: int) -> int:
+    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address: int = _libc.mmap(None, length, access, kind, -1, 0)
+    if address == _REFUSED:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return address
+
+
+def _unmap(address: int, length: int, owner: int) -> None:
+    if os.getpid() == owner:
+        _libc.munmap(address, length)
 
 
 @dataclass(frozen=True, slots=True)

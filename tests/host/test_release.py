@@ -74,15 +74,13 @@ def test_a_device_that_failed_does_not_stop_the_release() -> None:
     assert host_bytes() - before < 8 * MIB
 
 
-BEGIN = """
+AT_EXIT = """
 import os, sys, time, types
 package = types.ModuleType("oomb_accel")  # without all that its __init__ imports
 package.__path__ = [sys.argv[1]]
 sys.modules["oomb_accel"] = package
 from oomb_accel.host import HostArena, Pinner
-"""
 
-AT_EXIT = """
 def register(address, size):
     time.sleep(0.01)
     os.write(1, b"pinned ")
@@ -103,49 +101,11 @@ for line in open("/proc/self/maps"):
 """
 
 
-def run(program: str) -> str:
-    """What it writes."""
-    words = [sys.executable, "-c", BEGIN + program, str(Path(oomb_accel.__file__).parent)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and done.stderr == ""
-    return done.stdout
-
-
 def test_end_of_the_interpreter_and_of_a_forked_one() -> None:
     """The background does not keep the interpreter alive; what is pinned is unpinned; a child has none of it."""
-    done = run(AT_EXIT)
-    words = done.split()
-    assert "child 0" in done
+    folder = str(Path(oomb_accel.__file__).parent)
+    done = subprocess.run([sys.executable, "-c", AT_EXIT, folder], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and done.stderr == ""
+    words = done.stdout.split()
+    assert "child 0" in done.stdout
     assert 0 < words.count("pinned") == words.count("unpinned") < 512
-
-
-IN_THE_GAP = """
-import ctypes, gc, mmap, torch
-arena = HostArena(1 << 30, slab_bytes=1 << 21, pin=False)
-slab = arena.take()
-part = slab.memory[:8]
-child = os.fork()
-if child:
-    slab.memory.fill_(3)
-    arena.close()
-    print("parent", part.tolist(), "child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    sys.exit(0)
-libc, size = ctypes.CDLL(None), 1 << 21
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-address, fixed_but_nothing_is_replaced = slab.address, 0x100000
-if libc.mmap(address, size, protection, flags | fixed_but_nothing_is_replaced, -1, 0) != address:
-    sys.exit(5)
-ctypes.memset(address, 7, size)
-arena.close()
-del arena, slab, part
-gc.collect()
-if ctypes.string_at(address, size) != bytes([7]) * size:
-    sys.exit(6)
-"""
-
-
-def test_what_a_forked_process_has_in_the_gap_stays() -> None:
-    """Whatever becomes there of the arena, its slabs and tensors over them. The parent's memory goes at once."""
-    assert run(IN_THE_GAP) == "parent [0, 0, 0, 0, 0, 0, 0, 0] child 0\n"
