@@ -21,7 +21,7 @@ from tests.harness.batches import documents_of, padded
 from tests.harness.models import tiny_model, with_lora
 from tests.harness.parity import config, switched_on
 from tests.host.machines import MIB, FakeCuda, machine
-from tests.test_kept_on_host import STAGING
+from tests.test_kept_products import STAGING
 
 DEVICE = torch.device("cuda", 0)
 
