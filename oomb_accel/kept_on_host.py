@@ -68,6 +68,11 @@ class KeptOnHost:
         self.device_bytes = 0
         """Of both."""
 
+    @property
+    def taken_bytes(self) -> int:
+        """Host memory of slabs that results lie in."""
+        return self._stack.num_bytes
+
     def send(self, result: tuple[Tensor, ...]) -> _Result:
         """Copy a result down. Where host memory runs out it is lost: it can be made again."""
         sent = _Result()

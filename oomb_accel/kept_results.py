@@ -50,6 +50,9 @@ class ChunkResults:
         """Whether the recompute has begun: before it nothing is taken."""
         self._here: dict[Key, deque[tuple[tuple[Tensor, ...], list[int]]]] = {}
         """Results, and the version of each tensor: somebody may change it in place."""
+        self._made: dict[Key, int] = {}
+        self._asked: dict[Key, int] = {}
+        """Calls in the forward sweep and in the recompute: a result is taken by its place among them."""
         self.device_bytes = 0
         """Of results that stay on the device."""
 
@@ -60,22 +63,35 @@ class ChunkResults:
     def put(self, key: Key, *result: Tensor) -> None:
         """Keep a result, if those under this key are. What makes it may be asked again within the recompute: then it
         stays on the device."""
-        if self.on_host is not None and key in self.on_host.keys and not self.returns:
+        if not self.keeps(key):
+            return
+        if not self.returns:
+            self._made[key] = self._made.get(key, 0) + 1
+        if not self.returns and key not in self.on_device and self.on_host is not None:
             self.on_host.send(key, result)
-        elif self.keeps(key):
+        else:
             self._here.setdefault(key, deque()).append((result, [tensor._version for tensor in result]))
             self.device_bytes += _num_bytes(result)
 
     def take(self, key: Key) -> tuple[Tensor, ...] | None:
         """In the recompute the oldest result under this key, which is kept no longer; None where there is none, or
         somebody has changed it."""
-        if not self.returns:
+        if not self.returns or not self.keeps(key):
             return None
+        self._asked[key] = self._asked.get(key, 0) + 1
         if not self._here.get(key):
             return None if self.on_host is None else self.on_host.take(key)
         result, versions = self._here[key].popleft()
         self.device_bytes -= _num_bytes(result)
         return result if versions == [tensor._version for tensor in result] else None
+
+    def uneven_calls(self) -> dict[Key, tuple[int, int]]:
+        """Of keys whose results were not asked for as often as they were made, both numbers of calls. Some of their
+        results may have been taken for those of other calls."""
+        if self._made == self._asked:
+            return {}
+        calls = {key: (self._made.get(key, 0), self._asked.get(key, 0)) for key in {**self._made, **self._asked}}
+        return {key: (made, asked) for key, (made, asked) in calls.items() if made != asked}
 
     def bring(self, *, recomputes: bool) -> None:
         """Begin to bring from the host what is taken first.

@@ -60,6 +60,8 @@ class Offload:
     """False once pinning was refused."""
     _streams: weakref.WeakSet[StreamRecords] = field(default_factory=weakref.WeakSet)
     """With pages here."""
+    _kept: weakref.WeakSet[KeptOnHost] = field(default_factory=weakref.WeakSet)
+    """Results of streams before their backward."""
 
     def __post_init__(self) -> None:
         if self.ranks_on_host > 1:
@@ -80,12 +82,13 @@ class Offload:
         budget = self._known_budget()
         needed = self.made_for(num_bytes, record_bytes) + self.host_bytes()["page_memory_used"]
         if needed > budget:
+            kept = self._kept_bytes()
+            beside = f", of which {gib_text(kept)} GiB hold {_KEPT}" if kept else ""
             raise ValueError(
                 "The pages of this document need more host memory than they may have.\n"
-                f"  Needed: {gib_above(needed)} GiB beside those on the device; the limit is "
+                f"  Needed: {gib_above(needed)} GiB beside those on the device{beside}; the limit is "
                 f"{gib_text(budget)} GiB (host_memory_gib={self.host_memory_gib}).\n"
-                "  Set page_grad_dtype='bfloat16', page_dtype='float8' or, with sparse attention, page_budget; "
-                f"train on shorter documents, or set host_memory_gib={gib_above(needed)} where the machine has it."
+                f"  {_remedy(needed - kept, budget, without_outputs=kept > 0)}"
             )
         return needed
 
@@ -110,13 +113,16 @@ class Offload:
         try:
             self._make(needed, slab_bytes_for(num_bytes, record_bytes), device)
         except HostMemoryError as error:
-            raise ValueError(str(error)) from None
+            kept = self._kept_bytes()
+            more = f"\n  {gib_text(kept)} GiB hold {_KEPT}: keep_outputs=False frees them." if kept else ""
+            raise ValueError(f"{error}{more}") from None
 
     def _make(self, needed: int, slab_bytes: int, device: torch.device) -> None:
         """Have so much host memory made, in slabs of this size if there are none."""
         arena = self.arena
-        # A stream that waits for its backward has its pages in the arena that is there.
-        if arena is None or (arena.slab_bytes < slab_bytes and arena.free_bytes == arena.num_bytes):
+        # A stream that waits for its backward has its pages in the arena that is there, or will have gradients there.
+        unused = arena is not None and arena.free_bytes == arena.num_bytes and not self._awaited_bytes()
+        if arena is None or (arena.slab_bytes < slab_bytes and unused):
             if arena is not None:
                 arena.close()
             pinner = None
@@ -167,12 +173,13 @@ class Offload:
         assert self.arena is not None and self.mover is not None
         if device.type == "cuda" and not self.arena.pinned:  # the host would wait for each copy
             self._keeps_results = False
-            if not used:
+            if not used and not awaited:
                 self.arena.close()
                 self.arena = None
             return None
         stack = HostStack(self.arena)
         kept = KeptOnHost(stack, self.mover, device, staging_bytes, num_bytes)
+        self._kept.add(kept)
         # What is on its way lives until the device has passed.
         weakref.finalize(kept, _give_back, stack, self.mover, kept.leaving, kept.coming).atexit = False
         return kept
@@ -187,6 +194,10 @@ class Offload:
             return 0
         made = {records: in_slabs(records.rooms.host_bytes, self.arena.slab_bytes) for records in self._streams}
         return sum(max(0, num_bytes - records.host_bytes) for records, num_bytes in made.items())
+
+    def _kept_bytes(self) -> int:
+        """Of slabs that kept results lie in."""
+        return sum(kept.taken_bytes for kept in self._kept)
 
     def _known_budget(self) -> int:
         if self._budget is None:
@@ -222,6 +233,28 @@ class Offload:
         if self.arena is not None:
             self.arena.close()
         self.arena = self.mover = None
+
+
+_KEPT = "outputs kept of a forward before its backward"
+
+
+def _remedy(needed: int, budget: int, *, without_outputs: bool) -> str:
+    """What to set where host memory is short.
+
+    Args:
+        needed: bytes, without outputs that are kept.
+        without_outputs: whether some are.
+    """
+    if without_outputs and needed <= budget:
+        return (
+            f"Set keep_outputs=False, with which {gib_above(needed)} GiB are enough, or call backward before the next "
+            "forward."
+        )
+    first = "keep_outputs=False and " if without_outputs else ""
+    return (
+        f"Set {first}page_grad_dtype='bfloat16', page_dtype='float8' or, with sparse attention, page_budget; "
+        f"train on shorter documents, or set {first}host_memory_gib={gib_above(needed)} where the machine has it."
+    )
 
 
 @dataclass(eq=False)

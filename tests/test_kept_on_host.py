@@ -38,7 +38,7 @@ from tests.harness.sparse import sparse
 from tests.harness.stop import stopping
 from tests.harness.tolerance import assert_same_bits
 from tests.host.machines import machine, make_arena
-from tests.test_kept_products import Around, beside, counted
+from tests.test_kept_products import STAGING, Around, beside, counted
 
 LAYOUTS: dict[str, Layout] = {
     "one document": padded(documents_of(150)),
@@ -96,10 +96,6 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
         monkeypatch.setattr(step_memory, "_host_spare_bytes", lambda *_: host)
 
     return given
-
-
-STAGING = 3 * 16 * (272 + 2 * 272)
-"""Of three layers of 16 tokens: attention outputs, and two products."""
 
 
 def step(model: nn.Module, layout: Layout, **batch: Any) -> Tensor:

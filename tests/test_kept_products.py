@@ -16,7 +16,7 @@ import oomb_accel
 from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import attachment_of
 from oomb_accel.integrations.fused_lora import _FusedLinears
-from oomb_accel.kept_results import Product
+from oomb_accel.kept_results import ChunkResults, Product
 from oomb_accel.memory import StreamMemory
 from tests.harness.batches import documents_of, padded
 from tests.harness.kept import num_kept
@@ -26,6 +26,8 @@ from tests.harness.sparse import sparse
 from tests.harness.tolerance import assert_same_bits
 
 LENGTH, NUM_LAYERS = 150, 3
+STAGING = 3 * 16 * (272 + 2 * 272)
+"""Of three layers of 16 tokens: attention outputs, and two products."""
 
 
 def batch() -> Any:
@@ -163,6 +165,54 @@ def test_an_mlp_that_is_used_otherwise(use: str) -> None:
     wanted = chunked(twin(model), batch(), config(keep_outputs=False))
     assert counts["kept"] == 9 * (2 * NUM_LAYERS + more)
     assert_same_bits(ours.gradients, wanted.gradients)
+
+
+def only_with(mode: bool) -> Callable[[Any, Tensor], Tensor]:
+    """Another call comes first, in one of the sweeps: a condition that the data or the modes of torch decide."""
+
+    def use(mlp: Any, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() == mode:
+            mlp(x.detach() * 2)
+        return mlp(x)
+
+    return use
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["on the device", "on the host"])
+@pytest.mark.parametrize(("mode", "counts"), [(True, "once in the forward sweep, 2 times"), (False, "2 times in the")])
+def test_an_mlp_that_runs_another_number_of_times_when_it_runs_again(
+    mode: bool, counts: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the product of another call."""
+    monkeypatch.setattr(step_memory, "_spare_bytes", lambda *_: STAGING if on_host else 10**9)
+    monkeypatch.setattr(step_memory, "_host_spare_bytes", lambda *_: 10**8)
+    model: Any = with_lora(tiny_model())
+    first = model.base_model.model.model.layers[0]
+    first.mlp = Around(first.mlp, only_with(mode))
+    with pytest.raises(RuntimeError, match=counts) as caught:
+        chunked(twin(model), batch(), config())
+    what, measured, remedy = str(caught.value).splitlines()
+    assert what == "A layer ran another number of times in the backward sweep than in the forward sweep."
+    assert (
+        "layers.0.mlp.mlp.down_proj" in measured and "Chunk 9 of 10" in measured and "Set keep_outputs=False" in remedy
+    )
+    found = chunked(twin(model), batch(), config(keep_outputs=False))
+    first.mlp.use = lambda mlp, x: mlp(x)
+    assert_same_bits(found.gradients, chunked(model, batch(), config(keep_outputs=False)).gradients)
+
+
+def test_calls_are_counted_by_what_is_kept() -> None:
+    results = ChunkResults([0, "a"])
+    for key in (0, "a", "a", "nobody's"):
+        results.put(key, torch.zeros(2))
+    results.bring(recomputes=True)
+    assert results.uneven_calls() == {0: (1, 0), "a": (2, 0)}
+    for key in (0, "a", "a", "nobody's", "nobody's"):
+        results.take(key)
+        results.put(key, torch.ones(2))  # for a layer that runs again within the recompute
+    assert results.uneven_calls() == {}
+    results.take(0)
+    assert results.uneven_calls() == {0: (1, 2)}
 
 
 def test_what_is_kept_is_counted_and_goes_with_its_chunk() -> None:

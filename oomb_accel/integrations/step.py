@@ -21,6 +21,7 @@ from oomb_accel.integrations.fused_lora import fused_lora
 from oomb_accel.integrations.outputs import OombOutput
 from oomb_accel.integrations.own_head import HeadPass, own_head
 from oomb_accel.integrations.rope import check_length
+from oomb_accel.integrations.same_calls import check_same_calls
 from oomb_accel.integrations.step_memory import divide_pages, kept_chunks, reserve_host_memory, stream_memory
 from oomb_accel.integrations.step_recurrence import StepRecurrence
 from oomb_accel.integrations.stream import Stream, build_stream, check_targets, dummy_stream
@@ -259,6 +260,7 @@ def _chunk_model(
                 "  Their tokens would not see earlier chunks.\n"
                 "  Use another model, or a newer transformers; this one cannot be trained in chunks."
             )
+        check_same_calls(run, state.model, len(stream.schedule.chunks))
         if head_pass is None:
             record(output.logits.squeeze(0))
             return target_log_probs(output.logits.squeeze(0), stream.targets_N[targets])
