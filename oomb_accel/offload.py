@@ -163,9 +163,7 @@ class Offload:
         """
         used, awaited = self.host_bytes()["page_memory_used"], self._awaited_bytes()
         try:
-            # What pages wait for was made in slabs of theirs.
-            slab_bytes = ALIGNED_BYTES if awaited else slab_bytes_for(num_bytes, ALIGNED_BYTES)
-            self._make(used + awaited + num_bytes, slab_bytes, device)
+            self._make(used + awaited + num_bytes, slab_bytes_for(num_bytes, ALIGNED_BYTES), device)
         except HostMemoryError:
             num_bytes = min(num_bytes, (0 if self.arena is None else self.arena.free_bytes) - awaited)
             if num_bytes <= 0:
