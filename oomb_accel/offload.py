@@ -154,6 +154,10 @@ class Offload:
         slab_bytes = max(slab_bytes_for(spare, ALIGNED_BYTES), 0 if arena is None else arena.slab_bytes)
         return max(0, spare // slab_bytes * slab_bytes)
 
+    def made_with(self, num_bytes: int) -> int:
+        """Host memory that there will be with results of so many bytes."""
+        return self.host_bytes()["page_memory_used"] + self._awaited_bytes() + num_bytes
+
     def kept_on_host(self, num_bytes: int, staging_bytes: int, device: torch.device) -> KeptOnHost | None:
         """Host memory for results of one stream, as much as comes; None where there is none, or it would be too slow.
 
@@ -163,7 +167,7 @@ class Offload:
         """
         used, awaited = self.host_bytes()["page_memory_used"], self._awaited_bytes()
         try:
-            self._make(used + awaited + num_bytes, slab_bytes_for(num_bytes, ALIGNED_BYTES), device)
+            self._make(self.made_with(num_bytes), slab_bytes_for(num_bytes, ALIGNED_BYTES), device)
         except HostMemoryError:
             num_bytes = min(num_bytes, (0 if self.arena is None else self.arena.free_bytes) - awaited)
             if num_bytes <= 0:

@@ -47,6 +47,22 @@ def test_outputs_in_host_memory(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert on_host.endswith(" MiB; kept outputs on the host up to 0.0615 MiB (100 tokens)")
 
 
+def test_host_memory_that_takes_long_to_make(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For pages, and for kept outputs; once."""
+    monkeypatch.setattr("oomb_accel.integrations.step_memory._host_spare_bytes", lambda *rest: 64 << 20)
+    for bytes_ in (1, 8 * 2**30):
+        monkeypatch.setattr("oomb_accel.integrations.step_memory._LONG_IN_MAKING", bytes_)
+        model = tiny_model()
+        oomb_accel.enable(model, loud(span_tokens=8, device_pages_gib=1e-4))
+        for _ in range(2):
+            model(**packed(documents_of(200)).batch).loss.backward()
+        said = [line for line in capsys.readouterr().err.splitlines() if "making" in line]
+        assert len(said) == (2 if bytes_ == 1 else 0)
+        assert all(line.endswith("GiB of host memory; the step begins when it is there") for line in said)
+
+
 def test_a_banner_that_was_asked_for_before_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_model()
     oomb_accel.enable(model, loud(offload=True, span_tokens=8))
