@@ -6,6 +6,7 @@ Under ZeRO 3 every pass gathers parameters, so ranks whose documents have fewer 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,10 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from oomb_accel.integrations.parameters import ZERO3, parameters_of
+
 
 def is_partitioned(model: nn.Module) -> bool:
     """Whether ZeRO 3 (or ``zero.Init``) holds the model's parameters in parts."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    if ZERO3 not in sys.modules:  # most know without looking
+        return False
+    return any(hasattr(parameter, "ds_id") for parameter in parameters_of(model))
 
 
 def num_ranks() -> int:

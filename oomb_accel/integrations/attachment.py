@@ -20,6 +20,7 @@ from oomb_accel.integrations import attention_interface
 from oomb_accel.integrations.agreement import ranks_on_host
 from oomb_accel.integrations.float8_base import Float8Base, Place
 from oomb_accel.integrations.lora_layers import block_ends, lora_siblings
+from oomb_accel.integrations.parameters import parameters_of
 from oomb_accel.integrations.rope import DocumentRope
 from oomb_accel.integrations.support import (
     ModelFacts,
@@ -184,7 +185,7 @@ class Attachment:
             # A merge changes weights by their data, of which parameters do not tell.
             "which adapters are merged": [tuple(getattr(m, "merged_adapters", ())) for m in self.adapter_layers],
             "the scaling of an adapter": [dict(getattr(m, "scaling", {})) for m in self.adapter_layers],
-            "the values of its parameters": [_identity(p) for p in self.model.parameters()],
+            "the values of its parameters": [_identity(p) for p in parameters_of(self.model)],
         }
 
     def check_attached(self) -> None:

@@ -20,6 +20,7 @@ from oomb_accel.integrations.float8_checks import prepare_float8_base
 from oomb_accel.integrations.fused_lora import fused_lora
 from oomb_accel.integrations.outputs import OombOutput
 from oomb_accel.integrations.own_head import HeadPass, own_head
+from oomb_accel.integrations.parameters import parameters_of
 from oomb_accel.integrations.rope import check_length
 from oomb_accel.integrations.same_calls import check_same_calls
 from oomb_accel.integrations.step_memory import divide_pages, kept_chunks, reserve_host_memory, stream_memory
@@ -69,7 +70,7 @@ def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | Fused
     if state.on_stream is not None and torch.is_grad_enabled():
         state.on_stream(tuple(stream.document_tokens), stream.num_targets)
     device = stream.token_index_T.device
-    parameters = [p for p in state.model.parameters() if p.requires_grad]
+    parameters = [p for p in parameters_of(state.model) if p.requires_grad]
     statistics = TargetStatistics(stream.num_targets, device) if batch.get(FUSED_HEAD_KEYWORD) else None
     # Through the root module DeepSpeed sees each chunk as a pass of its own; one pass alone is the caller's.
     # A deterministic step is never ordinary, so its passes must be alike on all ranks.

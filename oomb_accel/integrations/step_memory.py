@@ -15,6 +15,7 @@ from oomb_accel.foresight import Foresight
 from oomb_accel.integrations.agreement import is_partitioned
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.banner import say
+from oomb_accel.integrations.parameters import parameters_of
 from oomb_accel.integrations.support import compute_dtype, gathered_bytes, whole_numel
 from oomb_accel.keep import KeptChunks, ResultKind, free_bytes, on_their_way, place_results
 from oomb_accel.kept_on_host import ChunkOnHost
@@ -304,7 +305,7 @@ def _other_bytes(state: Attachment, schedule: ChunkSchedule, dtype: torch.dtype)
     logits = min(longest, schedule.num_targets) * vocabulary * dtype.itemsize
     workspace = max(0, _sparse_workspace(state, schedule, dtype) - logits)
     # Sums in fp32, what is returned, and what it is added to.
-    gradients = sum(whole_numel(p) * (4 + 2 * p.element_size()) for p in state.model.parameters() if p.requires_grad)
+    gradients = sum(whole_numel(p) * (4 + 2 * p.element_size()) for p in parameters_of(state.model) if p.requires_grad)
     lists = state.list_bytes(len(schedule.chunks))
     in_float8 = 0 if state.float8_base is None else float8_input_bytes(longest, *state.float8_base.widths)
     return activations + workspace + gradients + gathered_bytes(state.model) + lists + in_float8
