@@ -216,7 +216,7 @@ def _transfers(job: Job, memory: Memory, step: StepTime, launching: float) -> No
         return
     rate = job.gpu.host_bytes_per_second
     count = num_chunks(memory.chunks)
-    compute = sum(step.parts.values()) - step.parts["optimizer"]
+    compute = sum(step.parts.values()) - step.parts["optimizer"] - step.parts["waiting for host memory"]
     shares = _shares_of_time(job, memory.chunks)
     values_per_page = memory.pages.value_bytes / num_pages
     gradients_per_page = memory.pages.gradient_bytes / num_pages
