@@ -95,6 +95,33 @@ def test_pages_have_their_room_first(
         assert_same_bits(parameter_gradients(ours), wanted)
 
 
+@pytest.mark.parametrize("grads", ["float32", "bfloat16"])
+@pytest.mark.parametrize("keep", ["auto", True])
+@pytest.mark.parametrize("kib", [164, 228, 260])
+def test_a_slab_holds_pages_or_results(
+    kib: int, keep: Any, grads: str, model: nn.Module, late: LateMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the last slabs that there may be are those that were made for pages, results leave them."""
+    for name in ("_SMALLEST_SLAB_BYTES", "LARGEST_SLAB_BYTES"):
+        monkeypatch.setattr(sizes, name, 32 * 1024)
+    monkeypatch.setattr(step_memory, "_host_spare_bytes", lambda state, _: state.offload.spare_bytes())
+    most = kib * 1024 / GIB
+    found: list[Any] = []
+    for kept in (False, keep):
+        settings: dict[str, Any] = {**SMALL, "page_grad_dtype": grads, "host_memory_gib": most, "keep_outputs": kept}
+        with switched_on(twin(model), config(**settings)) as ours:
+            try:
+                ours(**padded(documents_of(150)).batch).loss.backward()
+            except ValueError:  # before the step
+                found.append(None)
+            else:
+                found.append(parameter_gradients(ours))
+    if found[0] is None:
+        assert found[1] is None and (kib, grads) == (164, "float32")
+    else:
+        assert_same_bits(found[1], found[0])
+
+
 def test_the_device_leaves_as_much_to_results_as_the_estimate_says(model: nn.Module, rooms: Rooms) -> None:
     rooms(0, 64 * MIB)
     for keep in ("auto", True):
