@@ -39,6 +39,8 @@ from oomb_accel.plan.places import ALIGNED_BYTES, host_bytes_for_results
 from oomb_accel.plan.sizes import in_slabs, slab_bytes_for
 from oomb_accel.schedule import ChunkSchedule
 
+_OTHER_OUTPUTS = "outputs kept of a forward before its backward"
+
 
 @dataclass(slots=True)
 class Offload:
@@ -83,7 +85,7 @@ class Offload:
         needed = self.made_for(num_bytes, record_bytes) + self.host_bytes()["page_memory_used"]
         if needed > budget:
             kept = self._kept_bytes()
-            beside = f", of which {gib_text(kept)} GiB hold {_KEPT}" if kept else ""
+            beside = f", of which {gib_text(kept)} GiB hold {_OTHER_OUTPUTS}" if kept else ""
             raise ValueError(
                 "The pages of this document need more host memory than they may have.\n"
                 f"  Needed: {gib_above(needed)} GiB beside those on the device{beside}; the limit is "
@@ -114,7 +116,7 @@ class Offload:
             self._make(needed, slab_bytes_for(num_bytes, record_bytes), device)
         except HostMemoryError as error:
             kept = self._kept_bytes()
-            more = f"\n  {gib_text(kept)} GiB hold {_KEPT}: keep_outputs=False frees them." if kept else ""
+            more = f"\n  {gib_text(kept)} GiB hold {_OTHER_OUTPUTS}: keep_outputs=False frees them." if kept else ""
             raise ValueError(f"{error}{more}") from None
 
     def _make(self, needed: int, slab_bytes: int, device: torch.device) -> None:
@@ -235,9 +237,6 @@ class Offload:
         if self.arena is not None:
             self.arena.close()
         self.arena = self.mover = None
-
-
-_KEPT = "outputs kept of a forward before its backward"
 
 
 def _remedy(needed: int, budget: int, *, without_outputs: bool) -> str:

@@ -6,7 +6,6 @@ Under ZeRO 3 every pass gathers parameters, so ranks whose documents have fewer 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,14 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from oomb_accel.integrations.parameters import ZERO3, parameters_of
+from oomb_accel.integrations.parameters import parameters_in_parts
 
 
 def is_partitioned(model: nn.Module) -> bool:
     """Whether ZeRO 3 (or ``zero.Init``) holds the model's parameters in parts."""
-    if ZERO3 not in sys.modules:  # most know without looking
-        return False
-    return any(hasattr(parameter, "ds_id") for parameter in parameters_of(model))
+    return bool(parameters_in_parts(model))
 
 
 def num_ranks() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
 
 ZERO3 = "deepspeed.runtime.zero.partition_parameters"
@@ -24,3 +26,10 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter]:
         if module._modules:
             ahead += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found.values())
+
+
+def parameters_in_parts(model: nn.Module) -> list[nn.Parameter]:
+    """Those that ZeRO 3 (or ``zero.Init``) holds in parts."""
+    if ZERO3 not in sys.modules:  # most know without looking
+        return []
+    return [parameter for parameter in parameters_of(model) if hasattr(parameter, "ds_id")]

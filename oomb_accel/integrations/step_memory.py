@@ -93,6 +93,8 @@ def kept_chunks(
     if wanted is False or not torch.is_grad_enabled():
         return KeptChunks()
     chunks = _run_again(schedule, keep_last_graph)
+    if not chunks:  # before memory is looked at, which takes the host a millisecond
+        return KeptChunks()
     kinds, attention = _result_kinds(state, head, dtype), _attention_kind(state, dtype)
     wanted_bytes = 0
     if wanted is True:
@@ -147,7 +149,7 @@ def divide_pages(state: Attachment, schedule: ChunkSchedule, device: torch.devic
         if trains and shape.sparse_layers:
             living = _living_host_bytes(state, schedule, shape, rooms, dtype)
             rooms = replace(rooms, host_bytes=min(rooms.host_bytes, living))
-        state.offload.check(rooms.host_bytes, _largest_record(state, shape, device))
+        state.offload.check(rooms.host_bytes, _largest_record(state, device))
         return replace(rooms, results_bytes=results_bytes)
 
     rooms = divided(0)
@@ -168,8 +170,7 @@ def reserve_host_memory(state: Attachment, rooms: PageRooms, device: torch.devic
     Raises:
         ValueError: memory that was there when pages were divided is not there any more, or is refused.
     """
-    shape = state.page_shape(sparse=torch.is_grad_enabled() and bool(state.sparse_layers))
-    record_bytes = _largest_record(state, shape, device)
+    record_bytes = _largest_record(state, device)
     _say_what_is_made(state, state.offload.check(rooms.host_bytes, record_bytes))
     state.offload.reserve(rooms.host_bytes, record_bytes, device)
 
@@ -187,8 +188,7 @@ def _say_what_is_made(state: Attachment, num_bytes: int) -> None:
 
 def _made_for(state: Attachment, rooms: PageRooms, device: torch.device) -> int:
     """Host memory that is made for these pages."""
-    shape = state.page_shape(sparse=torch.is_grad_enabled() and bool(state.sparse_layers))
-    return state.offload.made_for(rooms.host_bytes, _largest_record(state, shape, device))
+    return state.offload.made_for(rooms.host_bytes, _largest_record(state, device))
 
 
 def _living_host_bytes(
@@ -280,8 +280,9 @@ def _run_again(schedule: ChunkSchedule, keep_last_graph: bool) -> Sequence[Chunk
     return schedule.chunks[:-1] if keep_last_graph else schedule.chunks
 
 
-def _largest_record(state: Attachment, shape: PageShape, device: torch.device) -> int:
-    dtype = compute_dtype(state.base, device)
+def _largest_record(state: Attachment, device: torch.device) -> int:
+    """Bytes of one page of one KV head, of values or of gradients."""
+    shape, dtype = state.page_shape(), compute_dtype(state.base, device)
     return max(shape.slot_bytes(shape.value_dtype(dtype)), shape.slot_bytes(shape.grad_dtype))
 
 

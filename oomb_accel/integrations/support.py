@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 from oomb_accel.config import OombConfig
 from oomb_accel.integrations.float8_base import float8_of
-from oomb_accel.integrations.parameters import ZERO3, parameters_of
+from oomb_accel.integrations.parameters import parameters_in_parts
 from oomb_accel.plan.limits import check_float8, check_page_kernels, sparse_layers_of
 from oomb_accel.plan.sizes import gathered_numbers
 from oomb_accel.setting_text import dtype_name
@@ -268,7 +267,7 @@ def whole_numel(parameter: Any) -> int:
 
 def gathered_bytes(model: nn.Module) -> int:
     """Device bytes that gathered parameters may take at once under ZeRO 3; 0 otherwise."""
-    partitioned = [p for p in parameters_of(model) if hasattr(p, "ds_id")] if ZERO3 in sys.modules else []
+    partitioned: list[Any] = parameters_in_parts(model)
     units: Counter[int] = Counter()  # those of a leaf come together, see `zero3_layers`
     for parameter in partitioned:
         units[id(getattr(parameter, "ds_z3_leaf_module", parameter))] += whole_numel(parameter)

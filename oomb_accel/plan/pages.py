@@ -6,7 +6,7 @@ A record is K and V (or their gradients) of one page of one KV head of one layer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -94,6 +94,17 @@ class PageLayout:
             return always + max(pages, top_k)
 
         return distinct_pages
+
+
+def chunks_backwards(
+    layout: PageLayout, runs: Sequence[ChunkRun]
+) -> Iterator[tuple[ChunkRun, int, Callable[[int], float]]]:
+    """Every chunk, the last one first: its run, its number there, and the distinct pages of a past. No object for each,
+    since there may be a million of them."""
+    for run in reversed(runs):
+        distinct_pages = layout.distinct_pages_of(run.num_tokens)
+        for number in reversed(range(run.count)):
+            yield run, number, distinct_pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,13 +240,7 @@ def _most_bytes(
     value_record, gradient_record = layout.value_record, layout.gradient_record
     most, most_gradients, most_dense, most_dense_gradients = 0.0, 0.0, 0.0, 0.0
     untouched, there = 1.0, num_pages
-    in_order = (
-        (run, number, distinct_pages)
-        for run in reversed(runs)
-        for distinct_pages in (layout.distinct_pages_of(run.num_tokens),)
-        for number in reversed(range(run.count))
-    )
-    for run, number, distinct_pages in in_order:
+    for run, number, distinct_pages in chunks_backwards(layout, runs):
         # Chunks before this one find no more pages, and gradients of all of them.
         values, whole = there * value_record, there * gradient_record
         of_all = whole <= most_gradients and whole + values <= most

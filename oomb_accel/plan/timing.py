@@ -4,7 +4,7 @@ bound a late one."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from oomb_accel.plan import rates
 from oomb_accel.plan.job import Job
 from oomb_accel.plan.kept import KeptResults, block_ends
 from oomb_accel.plan.memory import Memory, activation_bytes_per_token
-from oomb_accel.plan.pages import PageLayout
+from oomb_accel.plan.pages import chunks_backwards
 from oomb_accel.plan.runs import ChunkRun, num_chunks
 from oomb_accel.plan.sizes import parts_of, scores_are_formed_twice
 
@@ -228,7 +228,8 @@ def _transfers(job: Job, memory: Memory, step: StepTime, launching: float) -> No
     device_values, device_gradients = plan.device_value_bytes, plan.device_gradient_bytes
     attention_kept = memory.kept.attention.chunks
     waiting, by_host, untouched, num_layers = 0.0, 0.0, 1.0, len(layout.windows)
-    for index, past, own, distinct_pages in _backwards(layout, memory.chunks):
+    for run, number, distinct_pages in chunks_backwards(layout, memory.chunks):
+        index, past, own = run.index + number, run.past_pages + number * run.own_pages, run.own_pages
         seen = (1 - sparse) * past + sparse * distinct_pages(past)
         values_absent = max(0.0, 1 - device_values / max(1.0, past * values_per_page))
         read = seen * values_per_page * values_absent
@@ -254,15 +255,6 @@ def _transfers(job: Job, memory: Memory, step: StepTime, launching: float) -> No
             by_host += sparse * (num_layers * rates.HOST_LAYER_SECONDS + moved * rates.HOST_RECORD_SECONDS)
     step.parts["waiting for host memory"] += waiting
     step.parts["host's work for pages"] = max(0.0, by_host - (compute - launching))
-
-
-def _backwards(layout: PageLayout, runs: Sequence[ChunkRun]) -> Iterator[tuple[int, int, int, Callable[[int], float]]]:
-    """Every chunk, the last one first: its index, pages of its past and of its own, and the distinct ones among those
-    of a past. Numbers alone, since there may be a million of them."""
-    for run in reversed(runs):
-        distinct_pages = layout.distinct_pages_of(run.num_tokens)
-        for number in reversed(range(run.count)):
-            yield run.index + number, run.past_pages + number * run.own_pages, run.own_pages, distinct_pages
 
 
 def _shares_of_time(job: Job, runs: Sequence[ChunkRun]) -> list[float]:
