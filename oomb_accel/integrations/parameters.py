@@ -24,3 +24,8 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter]:
         if module._modules:
             ahead += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found.values())
+
+
+def trained_parameters(model: nn.Module) -> tuple[nn.Parameter, ...]:
+    """Those that a step gives gradients."""
+    return tuple(p for p in parameters_of(model) if p.requires_grad)
