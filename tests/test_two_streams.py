@@ -83,8 +83,14 @@ def test_without_pages_that_await_it_refused_memory_is_given_back(monkeypatch: p
 KIB = 1024
 
 
-def two_forwards(model: nn.Module, monkeypatch: pytest.MonkeyPatch, lengths: Any, **settings: Any) -> dict[str, Tensor]:
-    """Outputs of the first are kept on the host; then the second's pages have to go there. Returns gradients."""
+def two_forwards(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, lengths: Any, *, evaluates: bool = False, **settings: Any
+) -> dict[str, Tensor]:
+    """Outputs of the first are kept on the host; then the last one's pages have to go there. Returns gradients.
+
+    Args:
+        evaluates: the last forward is an evaluation.
+    """
     for name in ("_SMALLEST_SLAB_BYTES", "LARGEST_SLAB_BYTES"):
         monkeypatch.setattr(sizes, name, mmap.PAGESIZE)
     monkeypatch.setattr(step_memory, "_spare_bytes", lambda *_: STAGING)
@@ -96,7 +102,11 @@ def two_forwards(model: nn.Module, monkeypatch: pytest.MonkeyPatch, lengths: Any
         offload = attachment_of(ours).offload
         if wanted.keep_outputs:
             assert offload.host_bytes()["page_memory_used"] > 100 * KIB
-        losses.append(ours(**last).loss)
+        if evaluates:
+            with torch.no_grad():
+                ours(**last)
+        else:
+            losses.append(ours(**last).loss)
         for loss in losses:
             loss.backward()
         assert offload.arena is not None and offload.arena.free_bytes == offload.arena.num_bytes
@@ -108,12 +118,15 @@ def model() -> nn.Module:
     return with_lora(tiny_model(), lora_dropout=0.0)
 
 
-@pytest.mark.parametrize("lengths", [(60, 200), (200, 60, 200), (60, 30, 200)])
+@pytest.mark.parametrize(
+    ("lengths", "kib", "evaluates"),
+    [((60, 200), 192, False), ((200, 60, 200), 384, False), ((60, 30, 200), 192, False), ((60, 400), 192, True)],
+)
 def test_kept_outputs_give_way_to_the_pages_of_another_stream(
-    lengths: Any, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+    lengths: Any, kib: int, evaluates: bool, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for all pages, and not for them beside kept outputs, which are made again; copies are late."""
-    limit = sum(length > 100 for length in lengths) * 192 * KIB / GIB
+    settings: dict[str, Any] = {"host_memory_gib": kib * KIB / GIB, "evaluates": evaluates}
     late, taken = LateMover(seed=5), list[bool]()
     monkeypatch.setattr("oomb_accel.offload.HostMover", lambda: late)
     take = ChunkOnHost.take
@@ -124,9 +137,9 @@ def test_kept_outputs_give_way_to_the_pages_of_another_stream(
         return found
 
     monkeypatch.setattr(ChunkOnHost, "take", noted)
-    found = two_forwards(model, monkeypatch, lengths, host_memory_gib=limit)
+    found = two_forwards(model, monkeypatch, lengths, **settings)
     assert not all(taken)
-    assert_same_bits(found, two_forwards(model, monkeypatch, lengths, host_memory_gib=limit, keep_outputs=False))
+    assert_same_bits(found, two_forwards(model, monkeypatch, lengths, **settings, keep_outputs=False))
 
 
 @pytest.mark.parametrize("keep", ["auto", False])
