@@ -65,6 +65,8 @@ class KeptOnHost:
         self.coming: dict[int, _Result] = {}
         """What was brought and not asked for, by identity."""
         self.host_bytes = host_bytes
+        self.is_lost = False
+        """Whether all of it has given way."""
         self.device_bytes = 0
         """Of both."""
 
@@ -142,7 +144,16 @@ class KeptOnHost:
             if result.here is not None:
                 self.arrived(result)
             result.usable = False
-        self._stack.cut(mark)
+        self._stack.cut(min(mark, self._stack.end))
+
+    def give_way(self) -> None:
+        """Lose everything, now and from now on: its host memory is wanted for what cannot be made again. As in `free`
+        what comes next in that memory comes behind the copies."""
+        self.settle()
+        for result in list(self.coming.values()):
+            self.arrived(result)
+        self.is_lost, self.host_bytes = True, 0
+        self._stack.close()
 
     def _let_go(self) -> None:
         """Of the oldest that is being copied: its memory may be used again behind the copy."""
@@ -179,7 +190,7 @@ class ChunkOnHost:
         """Begin to copy up what will be asked for next, as far as there is room."""
         while self._next < len(self._results):
             result = self._results[self._next]
-            if result.usable and result.here is None:
+            if self._is_there(result) and result.here is None:
                 if not self._host.has_room(result):
                     break
                 self._host.bring(result)
@@ -191,7 +202,7 @@ class ChunkOnHost:
             return None
         result = self._by_key[key].popleft()
         here = None
-        if result.usable:
+        if self._is_there(result):
             if result.here is None:  # asked for in another order
                 self._host.bring(result)
             here = self._host.arrived(result)
@@ -203,6 +214,9 @@ class ChunkOnHost:
         """Nobody will ask for the rest."""
         if self._start is not None:
             self._host.free(self._results, self._start)
+
+    def _is_there(self, result: _Result) -> bool:
+        return result.usable and not self._host.is_lost
 
 
 def _copies(tensor: Tensor, kept: _Tensor) -> Iterator[tuple[int, Piece]]:

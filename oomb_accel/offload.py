@@ -39,8 +39,6 @@ from oomb_accel.plan.places import ALIGNED_BYTES, host_bytes_for_results
 from oomb_accel.plan.sizes import in_slabs, slab_bytes_for
 from oomb_accel.schedule import ChunkSchedule
 
-_OTHER_OUTPUTS = "outputs kept of a forward before its backward"
-
 
 @dataclass(slots=True)
 class Offload:
@@ -70,7 +68,8 @@ class Offload:
             self._limits = host_limits()
 
     def check(self, num_bytes: int, record_bytes: int) -> int:
-        """Refuse what is more host memory than there may be, beside what other streams hold.
+        """Refuse what is more host memory than there may be, beside what other streams hold. What is kept of them gives
+        way, see `reserve`; nothing does so here.
 
         Args:
             record_bytes: of the largest record.
@@ -82,15 +81,16 @@ class Offload:
             ValueError: naming a setting that would do.
         """
         budget = self._known_budget()
-        needed = self.made_for(num_bytes, record_bytes) + self.host_bytes()["page_memory_used"]
+        needed = self._with_what_is_used(num_bytes, record_bytes)
         if needed > budget:
-            kept = self._kept_bytes()
-            beside = f", of which {gib_text(kept)} GiB hold {_OTHER_OUTPUTS}" if kept else ""
+            needed -= self._kept_bytes()
+        if needed > budget:
             raise ValueError(
                 "The pages of this document need more host memory than they may have.\n"
-                f"  Needed: {gib_above(needed)} GiB beside those on the device{beside}; the limit is "
+                f"  Needed: {gib_above(needed)} GiB beside those on the device; the limit is "
                 f"{gib_text(budget)} GiB (host_memory_gib={self.host_memory_gib}).\n"
-                f"  {_remedy(needed - kept, budget, without_outputs=kept > 0)}"
+                "  Set page_grad_dtype='bfloat16', page_dtype='float8' or, with sparse attention, page_budget; "
+                f"train on shorter documents, or set host_memory_gib={gib_above(needed)} where the machine has it."
             )
         return needed
 
@@ -100,7 +100,7 @@ class Offload:
         return in_slabs(num_bytes, max(there, slab_bytes_for(num_bytes, record_bytes)))
 
     def reserve(self, num_bytes: int, record_bytes: int, device: torch.device) -> None:
-        """Have this much host memory made.
+        """Have this much host memory made. Where it is not to be had, kept results of other streams give way.
 
         It is waited for: CUDA launches nothing while it pins memory, so a step beside it loses more time than the
         wait takes (on an H200 8 of 40 s for 26 GiB, which by themselves took 2).
@@ -111,13 +111,16 @@ class Offload:
         Raises:
             ValueError: it is more than the setting or the machine allows, or the system has refused it.
         """
-        needed = self.check(num_bytes, record_bytes)
+        needed, slab_bytes = self.check(num_bytes, record_bytes), slab_bytes_for(num_bytes, record_bytes)
+        if needed < self._with_what_is_used(num_bytes, record_bytes):
+            self._drop_results()
         try:
-            self._make(needed, slab_bytes_for(num_bytes, record_bytes), device)
+            self._make(needed, slab_bytes, device)
         except HostMemoryError as error:
-            kept = self._kept_bytes()
-            more = f"\n  {gib_text(kept)} GiB hold {_OTHER_OUTPUTS}: keep_outputs=False frees them." if kept else ""
-            raise ValueError(f"{error}{more}") from None
+            if not self._kept_bytes():
+                raise ValueError(str(error)) from None
+            self._drop_results()
+            self.reserve(num_bytes, record_bytes, device)
 
     def _make(self, needed: int, slab_bytes: int, device: torch.device) -> None:
         """Have so much host memory made, in slabs of this size if there are none."""
@@ -199,9 +202,17 @@ class Offload:
         made = {records: in_slabs(records.rooms.host_bytes, self.arena.slab_bytes) for records in self._streams}
         return sum(max(0, num_bytes - records.host_bytes) for records, num_bytes in made.items())
 
+    def _with_what_is_used(self, num_bytes: int, record_bytes: int) -> int:
+        return self.made_for(num_bytes, record_bytes) + self.host_bytes()["page_memory_used"]
+
     def _kept_bytes(self) -> int:
         """Of slabs that kept results lie in."""
         return sum(kept.taken_bytes for kept in self._kept)
+
+    def _drop_results(self) -> None:
+        """Streams before their backward will make them again."""
+        for kept in list(self._kept):
+            kept.give_way()
 
     def _known_budget(self) -> int:
         if self._budget is None:
@@ -237,25 +248,6 @@ class Offload:
         if self.arena is not None:
             self.arena.close()
         self.arena = self.mover = None
-
-
-def _remedy(needed: int, budget: int, *, without_outputs: bool) -> str:
-    """What to set where host memory is short.
-
-    Args:
-        needed: bytes, without outputs that are kept.
-        without_outputs: whether some are.
-    """
-    if without_outputs and needed <= budget:
-        return (
-            f"Set keep_outputs=False, with which {gib_above(needed)} GiB are enough, or call backward before the next "
-            "forward."
-        )
-    first = "keep_outputs=False and " if without_outputs else ""
-    return (
-        f"Set {first}page_grad_dtype='bfloat16', page_dtype='float8' or, with sparse attention, page_budget; "
-        f"train on shorter documents, or set {first}host_memory_gib={gib_above(needed)} where the machine has it."
-    )
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from torch import nn
 from oomb_accel import OombConfig
 from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import attachment_of
+from oomb_accel.integrations.parameters import trained_parameters
 from oomb_accel.plan import kept as kept_module
 from oomb_accel.plan import sizes
 from oomb_accel.plan.job import Job
@@ -129,7 +130,7 @@ def test_the_device_leaves_as_much_to_results_as_the_estimate_says(model: nn.Mod
             state = attachment_of(ours)
             with torch.enable_grad():
                 schedule = ChunkSchedule.build([150], range(149), chunk_tokens=state.chunk_tokens, page_tokens=4)
-                pages = step_memory.divide_pages(state, schedule, torch.device("cpu"))
+                pages = step_memory.divide_pages(state, schedule, torch.device("cpu"), trained_parameters(ours))
                 assert pages is not None
                 found = pages.results_bytes
             job = Job(

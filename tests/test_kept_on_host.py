@@ -542,3 +542,29 @@ def test_results_come_in_the_order_of_their_calls_whatever_else_is_asked_for(
     found = results.take("b")
     assert found is not None and found[0].tolist() == [1, 1], "within the recompute it stays here"
     results.release()
+
+
+@pytest.mark.parametrize("begun", ["sent", "brought", "taken"])
+def test_what_gives_way_is_lost_once_its_copies_are_ordered(begun: str, host: tuple[KeptOnHost, LateMover]) -> None:
+    """In either sweep; what was taken before stays right, whoever writes to the slabs next."""
+    kept, mover = host
+    chunks = [ChunkResults((), ChunkOnHost(("a",), kept)) for _ in range(2)]
+    for chunk in chunks:
+        for n in range(3):
+            chunk.put("a", torch.full((20,), float(n)))
+    if begun != "sent":
+        kept.settle()
+        chunks[1].bring(recomputes=True)
+    first = chunks[1].take("a") if begun == "taken" else None
+    stack = kept._stack
+    kept.give_way()
+    assert stack.num_bytes == kept.device_bytes == kept.host_bytes == 0 and not kept.leaving and not kept.coming
+    mover.synchronize()
+    if begun == "taken":
+        assert first is not None and first[0].tolist() == [0.0] * 20
+    chunks[1].put("a", torch.ones(3)) if begun == "sent" else None
+    for chunk in reversed(chunks):
+        chunk.bring(recomputes=True)
+        assert all(chunk.take("a") is None for _ in range(4))
+        chunk.release()
+    assert mover.num_bytes["up"] == {"sent": 0, "brought": 240, "taken": 240}[begun]

@@ -33,3 +33,8 @@ def parameters_in_parts(model: nn.Module) -> list[nn.Parameter]:
     if ZERO3 not in sys.modules:  # most know without looking
         return []
     return [parameter for parameter in parameters_of(model) if hasattr(parameter, "ds_id")]
+
+
+def trained_parameters(model: nn.Module) -> tuple[nn.Parameter, ...]:
+    """Those that a step gives gradients."""
+    return tuple(p for p in parameters_of(model) if p.requires_grad)

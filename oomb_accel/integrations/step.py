@@ -20,7 +20,7 @@ from oomb_accel.integrations.float8_checks import prepare_float8_base
 from oomb_accel.integrations.fused_lora import fused_lora
 from oomb_accel.integrations.outputs import OombOutput
 from oomb_accel.integrations.own_head import HeadPass, own_head
-from oomb_accel.integrations.parameters import parameters_of
+from oomb_accel.integrations.parameters import trained_parameters
 from oomb_accel.integrations.rope import check_length
 from oomb_accel.integrations.same_calls import check_same_calls
 from oomb_accel.integrations.step_memory import divide_pages, kept_chunks, reserve_host_memory, stream_memory
@@ -70,7 +70,6 @@ def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | Fused
     if state.on_stream is not None and torch.is_grad_enabled():
         state.on_stream(tuple(stream.document_tokens), stream.num_targets)
     device = stream.token_index_T.device
-    parameters = [p for p in parameters_of(state.model) if p.requires_grad]
     statistics = TargetStatistics(stream.num_targets, device) if batch.get(FUSED_HEAD_KEYWORD) else None
     # Through the root module DeepSpeed sees each chunk as a pass of its own; one pass alone is the caller's.
     # A deterministic step is never ordinary, so its passes must be alike on all ranks.
@@ -85,7 +84,9 @@ def chunked_step(state: Attachment, batch: dict[str, Any]) -> OombOutput | Fused
         statistics=statistics,
     )
     gradients = (
-        DeferredGradients(parameters, device, state.deliveries) if partitioned else ReturnedGradients(parameters)
+        DeferredGradients(stream.trained, device, state.deliveries)
+        if partitioned
+        else ReturnedGradients(stream.trained)
     )
     log_probs_N = run_recurrence(recurrence, gradients, stream_embeds(batch, stream))
     if partitioned and recurrence.is_ordinary and log_probs_N.requires_grad:
@@ -133,7 +134,7 @@ def build_recurrence(
         statistics: filled from the logits of the forward sweep.
     """
     device, head = stream.token_index_T.device, own_head(state)
-    kept = kept_chunks(state, stream.schedule, stream.rooms, device, head=head, keep_last_graph=keep_last_graph)
+    kept = kept_chunks(state, stream, device, head=head, keep_last_graph=keep_last_graph)
     return StepRecurrence(
         state,
         _chunk_model(state, batch, stream, call, head, statistics),
@@ -185,10 +186,11 @@ def checked_stream(state: Attachment, batch: dict[str, Any]) -> Stream:
     if config.beyond_trained_length == "error":
         check_length(text_config, stream.document_tokens)
     _check_normaliser(batch, stream)
-    rooms = divide_pages(state, stream.schedule, tokens.device)
+    trained = trained_parameters(state.model)
+    rooms = divide_pages(state, stream.schedule, tokens.device, trained)
     if rooms is not None:  # before other ranks wait for this one within a pass
         reserve_host_memory(state, rooms, tokens.device)
-    return replace(stream, rooms=rooms)
+    return replace(stream, rooms=rooms, trained=trained)
 
 
 def _dummy_passes(

@@ -15,7 +15,7 @@ from oomb_accel.foresight import Foresight
 from oomb_accel.integrations.agreement import is_partitioned
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.banner import say
-from oomb_accel.integrations.parameters import parameters_of
+from oomb_accel.integrations.stream import Stream
 from oomb_accel.integrations.support import compute_dtype, gathered_bytes, whole_numel
 from oomb_accel.keep import KeptChunks, ResultKind, free_bytes, on_their_way, place_results
 from oomb_accel.kept_on_host import ChunkOnHost
@@ -75,13 +75,7 @@ def stream_memory(
 
 
 def kept_chunks(
-    state: Attachment,
-    schedule: ChunkSchedule,
-    rooms: PageRooms | None,
-    device: torch.device,
-    *,
-    head: nn.Linear | None,
-    keep_last_graph: bool,
+    state: Attachment, stream: Stream, device: torch.device, *, head: nn.Linear | None, keep_last_graph: bool
 ) -> KeptChunks:
     """What is kept, by setting and free memory. While pages have to leave the device, it has none to spare; on the host
     results have what pages leave, see `divide_pages`.
@@ -92,7 +86,7 @@ def kept_chunks(
     wanted, dtype = state.config.keep_outputs, compute_dtype(state.base, device)
     if wanted is False or not torch.is_grad_enabled():
         return KeptChunks()
-    chunks = _run_again(schedule, keep_last_graph)
+    rooms, chunks = stream.rooms, _run_again(stream.schedule, keep_last_graph)
     if not chunks:  # before memory is looked at, which takes the host a millisecond
         return KeptChunks()
     kinds, attention = _result_kinds(state, head, dtype), _attention_kind(state, dtype)
@@ -102,7 +96,7 @@ def kept_chunks(
         kinds.remove(attention)
     found = KeptChunks()
     if rooms is None:
-        spare = _spare_bytes(state, schedule, device) - wanted_bytes
+        spare = _spare_bytes(state, stream, device) - wanted_bytes
         found = place_results(kinds, chunks, spare, _host_spare_bytes(state, device))
     elif rooms.results_bytes:
         on_host = _host_spare_bytes(state, device) - _made_for(state, rooms, device)
@@ -128,9 +122,14 @@ def _attention_kind(state: Attachment, dtype: torch.dtype) -> ResultKind:
     return ResultKind(tuple(range(state.facts.num_layers)), _output_bytes(state, dtype))
 
 
-def divide_pages(state: Attachment, schedule: ChunkSchedule, device: torch.device) -> PageRooms | None:
+def divide_pages(
+    state: Attachment, schedule: ChunkSchedule, device: torch.device, trained: Sequence[nn.Parameter]
+) -> PageRooms | None:
     """How pages are divided between device and host; None where all of them stay on the device. Needs no other rank,
     and nothing is made yet.
+
+    Args:
+        trained: what gets gradients.
 
     Raises:
         ValueError: pages fit neither on the device nor in host memory, or a setting asks for more than there is.
@@ -139,7 +138,7 @@ def divide_pages(state: Attachment, schedule: ChunkSchedule, device: torch.devic
     shape, needs = state.page_shape(sparse=trains and bool(state.sparse_layers)), state.pass_needs()
     dtype = compute_dtype(state.base, device)
     outputs = _bytes_before_pages(state, schedule, dtype)
-    room = _page_bytes(state, schedule, device, shape, needs) - outputs
+    room = _page_bytes(state, schedule, device, shape, needs, trained) - outputs
 
     def divided(results_bytes: int) -> PageRooms | None:
         left = room - results_bytes
@@ -230,7 +229,12 @@ def _layout(state: Attachment, shape: PageShape, dtype: torch.dtype) -> PageLayo
 
 
 def _page_bytes(
-    state: Attachment, schedule: ChunkSchedule, device: torch.device, shape: PageShape, needs: PassNeeds
+    state: Attachment,
+    schedule: ChunkSchedule,
+    device: torch.device,
+    shape: PageShape,
+    needs: PassNeeds,
+    trained: Sequence[nn.Parameter],
 ) -> int:
     """Device memory that pages and what has its room before them may take.
 
@@ -241,7 +245,7 @@ def _page_bytes(
     if config.device_pages_gib != "auto":
         asked, free = int(config.device_pages_gib * GIB), free_bytes(device)
         if min(asked, shape.num_bytes(schedule, dtype)) > free:
-            fits = max(0, free - _other_bytes(state, schedule, dtype))
+            fits = max(0, free - _other_bytes(state, schedule, dtype, trained))
             raise ValueError(
                 "device_pages_gib is more than the device has free.\n"
                 f"  Got device_pages_gib={config.device_pages_gib:g}; {max(0, free) / GIB:.3g} GiB are free.\n"
@@ -252,7 +256,7 @@ def _page_bytes(
         return sys.maxsize
     if config.offload is True:
         return working_bytes(shape, schedule, dtype, needs)
-    return free_bytes(device) - _other_bytes(state, schedule, dtype)
+    return free_bytes(device) - _other_bytes(state, schedule, dtype, trained)
 
 
 def _bytes_before_pages(state: Attachment, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
@@ -292,12 +296,15 @@ def _output_bytes(state: Attachment, dtype: torch.dtype) -> int:
     return facts.num_layers * output_bytes(facts.num_heads, facts.head_dim, dtype.itemsize)
 
 
-def _other_bytes(state: Attachment, schedule: ChunkSchedule, dtype: torch.dtype) -> int:
+def _other_bytes(
+    state: Attachment, schedule: ChunkSchedule, dtype: torch.dtype, trained: Sequence[nn.Parameter]
+) -> int:
     """What a step takes on the device beside pages and kept outputs: activations, gradients, recorded lists, and what
     the backward of selected pages works in.
 
     Args:
         dtype: what the step computes in, see `compute_dtype`.
+        trained: what gets gradients.
     """
     longest = max((chunk.num_tokens for chunk in schedule.chunks), default=0)
     activations = int(longest * state.meter.bytes_per_token)
@@ -306,7 +313,7 @@ def _other_bytes(state: Attachment, schedule: ChunkSchedule, dtype: torch.dtype)
     logits = min(longest, schedule.num_targets) * vocabulary * dtype.itemsize
     workspace = max(0, _sparse_workspace(state, schedule, dtype) - logits)
     # Sums in fp32, what is returned, and what it is added to.
-    gradients = sum(whole_numel(p) * (4 + 2 * p.element_size()) for p in parameters_of(state.model) if p.requires_grad)
+    gradients = sum(whole_numel(p) * (4 + 2 * p.element_size()) for p in trained)
     lists = state.list_bytes(len(schedule.chunks))
     in_float8 = 0 if state.float8_base is None else float8_input_bytes(longest, *state.float8_base.widths)
     return activations + workspace + gradients + gathered_bytes(state.model) + lists + in_float8
@@ -336,11 +343,11 @@ def _product_bytes(layer: Any, dtype: torch.dtype) -> int:
     return kept_product_bytes(layer.out_features, max(layer.r.values(), default=0), dtype.itemsize)
 
 
-def _spare_bytes(state: Attachment, schedule: ChunkSchedule, device: torch.device) -> int:
+def _spare_bytes(state: Attachment, stream: Stream, device: torch.device) -> int:
     """Device memory that a step leaves free whose pages all stay there."""
     dtype = compute_dtype(state.base, device)
-    pages = state.page_shape(sparse=bool(state.sparse_layers)).num_bytes(schedule, dtype)
-    return free_bytes(device) - pages - _other_bytes(state, schedule, dtype)
+    pages = state.page_shape(sparse=bool(state.sparse_layers)).num_bytes(stream.schedule, dtype)
+    return free_bytes(device) - pages - _other_bytes(state, stream.schedule, dtype, stream.trained)
 
 
 def _host_spare_bytes(state: Attachment, device: torch.device) -> int:

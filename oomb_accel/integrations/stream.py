@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from oomb_accel.data.documents import IGNORED
 from oomb_accel.pages import PageRooms
@@ -60,6 +60,8 @@ class Stream:
     """Labels that transformers' Trainer counts in this batch but that are no targets."""
     rooms: PageRooms | None = None
     """How pages are divided between device and host; None where all of them stay on the device."""
+    trained: tuple[nn.Parameter, ...] = ()
+    """What gets gradients in this step. Looked up once for each: it may have changed since the last one."""
 
     @property
     def num_targets(self) -> int:

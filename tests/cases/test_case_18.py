@@ -15,6 +15,7 @@ from torch import nn
 from oomb_accel import OombConfig
 from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import attachment_of
+from oomb_accel.integrations.parameters import trained_parameters
 from oomb_accel.progress import GIB
 from tests.harness.batches import documents_of, packed
 from tests.harness.models import tiny_model, twin
@@ -120,7 +121,7 @@ def test_what_does_not_fit_goes_to_the_host_by_itself(model: nn.Module, settings
     text = refusal(model, dataclasses.replace(settings, device_pages_gib=1e-7))
     least = int(suggested(text, "device_pages_gib") * GIB)
     with switched_on(twin(model), settings) as ours:
-        other = step_memory._other_bytes(attachment_of(ours), _schedule(ours), torch.float32)
+        other = step_memory._other_bytes(attachment_of(ours), _schedule(ours), torch.float32, trained_parameters(ours))
         with free_memory(2 * least + other):
             ours(**LAYOUT.batch).loss.backward()
         offload = attachment_of(ours).offload

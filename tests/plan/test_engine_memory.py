@@ -14,6 +14,7 @@ import torch
 import oomb_accel
 from oomb_accel.integrations import step_memory
 from oomb_accel.integrations.attachment import Attachment, attachment_of
+from oomb_accel.integrations.parameters import trained_parameters
 from oomb_accel.offload import Offload
 from oomb_accel.pages import PageRooms
 from oomb_accel.plan import Job, estimate, page_demand, plan_memory, read_shape
@@ -34,7 +35,8 @@ def schedule(state: Attachment, tokens: int) -> ChunkSchedule:
 
 
 def rooms(state: Attachment, tokens: int = 800) -> PageRooms:
-    found = step_memory.divide_pages(state, schedule(state, tokens), torch.device("cpu"))
+    trained = trained_parameters(state.model)
+    found = step_memory.divide_pages(state, schedule(state, tokens), torch.device("cpu"), trained)
     assert found is not None
     return found
 
@@ -113,9 +115,9 @@ def test_the_workspace_of_the_sparse_backward_is_counted(dtype: torch.dtype, mon
     for vocabulary in (10, 10_000):
         monkeypatch.setattr(state.base.config, "vocab_size", vocabulary)
         with torch.no_grad():
-            without = step_memory._other_bytes(state, plan, dtype)
+            without = step_memory._other_bytes(state, plan, dtype, ())
         logits = 16 * vocabulary * dtype.itemsize
-        assert step_memory._other_bytes(state, plan, dtype) - without == max(0, workspace - logits)
+        assert step_memory._other_bytes(state, plan, dtype, ()) - without == max(0, workspace - logits)
 
 
 @pytest.mark.parametrize("what", [{"device_pages_gib": "auto"}, {"device_pages_gib": 1e3}, {"offload": False}], ids=str)
@@ -123,7 +125,7 @@ def test_under_autocast_a_step_works_in_its_type(what: dict[str, Any], monkeypat
     """Wherever a step asks what it takes beside pages: weights are fp32, logits and dS are not."""
     asked: list[torch.dtype] = []
 
-    def other_bytes(state: Attachment, plan: ChunkSchedule, dtype: torch.dtype) -> int:
+    def other_bytes(state: Attachment, plan: ChunkSchedule, dtype: torch.dtype, trained: Any) -> int:
         asked.append(dtype)
         return 0
 
@@ -189,7 +191,7 @@ def test_a_step_runs_in_the_host_memory_that_it_asks_for(
     plan = ChunkSchedule.build(lengths, [], chunk_tokens=state.chunk_tokens, page_tokens=4)
     whole = state.page_shape(sparse=True).num_bytes(plan, torch.float32)
     state.config = replace(settings, device_pages_gib=share * whole / GIB)
-    found = step_memory.divide_pages(state, plan, torch.device("cpu"))
+    found = step_memory.divide_pages(state, plan, torch.device("cpu"), trained_parameters(state.model))
     assert found is not None
     state.offload._budget = state.offload.check(found.host_bytes, 512)
     state.model(**packed(documents_of(*lengths)).batch).loss.backward()
