@@ -68,11 +68,17 @@ def test_no_bit_changes(
         assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("grads", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(gpu_config(deterministic=True, page_grad_dtype="float32"), id="dense"),
+        pytest.param(gpu_config(deterministic=True, page_grad_dtype="bfloat16"), id="dense, bf16 page gradients"),
+        pytest.param(SETTINGS["sparse"], id="sparse"),
+    ],
+)
 @pytest.mark.parametrize("delays", [False, True], ids=["as fast as it goes", "random delays"])
-def test_no_bit_changes_beside_pages(grads: Any, delays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bit_changes_beside_pages(settings: OombConfig, delays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which the device has room for a part."""
-    settings = gpu_config(deterministic=True, page_grad_dtype=grads)
     wanted, _ = two_steps(settings, TOKENS, lora_model(), keep_outputs=False)
     _, of_pages = two_steps(settings, TOKENS, lora_model(), keep_outputs=False, device_pages_gib=0.035)
     if delays:
