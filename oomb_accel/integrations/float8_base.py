@@ -25,8 +25,8 @@ from oomb_kernels import checksums, float8_product, has_float8_product, quantize
 Rows = tuple[Tensor, Tensor]
 """e4m3 ``[T, I]`` and scales ``[T, 1]``."""
 LONGEST_FAST_SUM = 4096
-"""Numbers. An H200's own accumulators were off by 0.2 % for random rows; in a test whose matrices came from one seed,
-most likely sums of squares, by 5 % for 3,584 numbers and 24 % for 18,944 in the worst row."""
+"""Numbers. An H200's own accumulators were off by 0.6 % in the worst of 8,192 random rows of so many, by 3.3 % in that
+of 18,944, and by 24 % where both matrices came from one seed: most likely sums of squares."""
 
 
 class LastInput:
