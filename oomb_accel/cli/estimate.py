@@ -65,7 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         report: dict[str, Any] = found.as_dict() | {"largest_tokens": longest}
         if options.price is not None:
-            report["cost_per_million_tokens"] = found.cost_per_million_tokens(options.price)
+            cost = found.cost_per_million_tokens(options.price) if found.fits else None
+            report["cost_per_million_tokens"] = cost
         report["chosen"] = reasons
         report["suggestions"] = [{"change": s.change} | s.estimate.as_dict() for s in changes]
         if changed is not None:

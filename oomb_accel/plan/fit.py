@@ -51,11 +51,18 @@ class Estimate:
         """In the currency of the price."""
         return price_per_gpu_hour / 3600 / self.tokens_per_second * 1e6
 
+    def needed(self) -> Memory:
+        """Memory to show: of a step that fits as it is; of one that does not, what it cannot do without, and so no
+        outputs that would be kept where there is room."""
+        if self.fits or self.job.keep_outputs is True:
+            return self.memory
+        return estimate_memory(replace(self.job, keep_outputs=False))
+
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; bytes and seconds."""
-        memory, time = self.memory, self.time
+        """Plain values for JSON; bytes and seconds. Of a step that does not fit there is no time and no traffic."""
+        memory, time, fits = self.needed(), self.time, self.fits
         return {
-            "fits": self.fits,
+            "fits": fits,
             "refusal": self.refusal,
             "tokens": self.job.tokens,
             "chunk_tokens": self.job.chunk_tokens,
@@ -69,10 +76,10 @@ class Estimate:
             "kept_mlp_chunks": len(memory.kept.mlp.chunks),
             "kept_o_proj_chunks": len(memory.kept.o_proj.chunks),
             "kept_head_chunks": len(memory.kept.head.chunks),
-            "seconds": time.parts | {"total": time.seconds},
-            "up_bytes": round(time.up_bytes),
-            "down_bytes": round(time.down_bytes),
-            "tokens_per_second": self.tokens_per_second,
+            "seconds": time.parts | {"total": time.seconds} if fits else None,
+            "up_bytes": round(time.up_bytes) if fits else None,
+            "down_bytes": round(time.down_bytes) if fits else None,
+            "tokens_per_second": self.tokens_per_second if fits else None,
         }
 
 

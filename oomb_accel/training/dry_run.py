@@ -113,8 +113,8 @@ class TrainingPlan:
 
     @property
     def seconds(self) -> float | None:
-        """Of the steps that are left."""
-        return None if self.cost is None else self.cost.step_seconds * self.steps_left
+        """Of the steps that are left; None where there is no estimate, or the longest of them does not fit."""
+        return None if self.cost is None or not self.fits else self.cost.step_seconds * self.steps_left
 
     @property
     def fits(self) -> bool:

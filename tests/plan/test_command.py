@@ -55,6 +55,60 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Any line of these makes it fit:" in text and "page_dtype: float8" in text
 
 
+REFUSED = (
+    "qwen2.5-7b --length 2M --attention sparse --page_grad_dtype bfloat16",
+    "qwen2.5-7b --length 64K --zero 2 --optimizer_offload --full --host_gib 32",
+    "qwen2.5-7b --length 512K --keep_outputs true",
+    "qwen2.5-72b --length 64K --gpus 2 --zero 3",
+    "qwen2.5-72b --length 8K --gpu rtx3090",
+)
+"""For want of host memory, for pages and for the optimizer, and of GPU memory, for outputs, a chunk and the model."""
+_NO_STEP = ("seconds", "tokens_per_second", "up_bytes", "down_bytes", "cost_per_million_tokens")
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_refused_plan_does_not_look_like_one_that_fits(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    """No time, no traffic, no cost: there is no such step. Said above the tables, not below them alone."""
+    code, text = run(capsys, f"{words} --price 3.5")
+    verdict = " ".join(text.partition("It does not fit. ")[2].split())
+    tables = text.partition("It does not fit. ")[0]
+    first = next(line for line in tables.splitlines() if line.startswith("does not fit: "))
+    assert code == 1 and verdict.startswith(first.removeprefix("does not fit: "))
+    assert tables.index(first) < tables.index("GPU memory")
+    for what in (
+        "GPU memory that it would take, GiB of ",
+        "process would take, GiB\n",
+        "Time of a step: does not fit\n",
+    ):
+        assert what in tables, tables
+    for part in ("linear layers", "tokens per second", "over PCIe", "cost", "up to", "on their way"):
+        assert part not in tables, part
+    # What is kept where there is room gives way.
+    kept = [line for line in tables.splitlines() if line.startswith("  kept")]
+    assert ["attention outputs" in line for line in kept] == [True] * ("keep_outputs true" in words)
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_refused_plan_as_json(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    found, fitting = report(capsys, f"{words} --price 3.5"), report(capsys, "qwen2.5-7b --length 8K --price 3.5")
+    assert found["fits"] is False and set(fitting) <= set(found)
+    assert all(found[name] is None and fitting[name] is not None for name in _NO_STEP)
+    device = found["device_bytes"]
+    assert device["total"] == sum(size for part, size in device.items() if part not in ("total", "available"))
+    assert all(change["seconds"]["total"] > 0 for change in found["suggestions"])
+    if "keep_outputs" not in words:
+        assert sum(size for part, size in device.items() if part.startswith("kept")) == 0
+        assert sum(number for name, number in found.items() if name.endswith("_chunks")) == 0
+
+
+def test_what_a_refused_plan_would_take_on_text_has_no_time_either(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "qwen2.5-7b --attention sparse --top_k 16 --page_grad_dtype bfloat16"
+    said = "Page lists are taken as random, which is the worst case."
+    for length, fits in (("512K --device_pages_gib 8", True), ("4M", False)):
+        text = " ".join(run(capsys, f"{words} --length {length}")[1].split())
+        assert said in text and ("(--distinct 0.15), a step takes" in text) == fits, text
+
+
 @pytest.mark.parametrize("setting", ["--device_pages_gib 4", "--host_memory_gib 8"])
 def test_memory_settings_that_contradict_each_other(capsys: pytest.CaptureFixture[str], setting: str) -> None:
     code, text = run(capsys, f"qwen2.5-7b --length 64K --offload false {setting}")
