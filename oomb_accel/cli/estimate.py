@@ -349,8 +349,17 @@ def _parser() -> Parser:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", default="h200", help=f"one of {', '.join(GPUS)}; default h200")
     machine.add_argument("--gpus", type=int, default=1, help="of one host, each with a document of its own")
-    machine.add_argument("--gpu_gib", type=number(0, above=True), help="memory of a GPU that is not in the list")
-    machine.add_argument("--tflops", type=number(0, above=True), help="its peak of bf16 matrix products")
+    machine.add_argument(
+        "--gpu_gib",
+        type=number(0, above=True),
+        help="memory of a GPU that is not in the list; its rates are those of --gpu unless --tflops says others",
+    )
+    machine.add_argument(
+        "--tflops",
+        type=number(0, above=True),
+        help="its peak of dense bf16 matrix products, by which its memory's rate is scaled too; copies over PCIe and "
+        "between GPUs are as of --gpu",
+    )
     machine.add_argument(
         "--host_gib", type=number(0), default=128, help="memory of the host, for all GPUs; default 128"
     )

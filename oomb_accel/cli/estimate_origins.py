@@ -46,7 +46,9 @@ def as_of_another_gpu(options: argparse.Namespace, job: Job) -> tuple[str, ...]:
         return ()
     taken = {"gpu_gib": job.gpu.memory_bytes / GIB, "tflops": job.gpu.flops_per_second / 1e12}
     same = [
-        f"{name}={taken[name]:,.4g} as of the {base}: --{name} says another" for name in asked if asked[name] is None
+        f"{name}={taken[name]:,.4g} as of the {base}: give --{name} for this GPU's own"
+        for name in asked
+        if asked[name] is None
     ]
     if "float8" in (job.page_dtype, job.base_dtype):
         same.append(f"8-bit floats as of the {base}: GPUs older than Ada have none, and refuse them")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from oomb_accel.columns import folded
 from oomb_accel.plan import Estimate, Job, Suggestion
 from oomb_accel.plan.fit import estimate_that_fits
+from oomb_accel.plan.gpus import H200
 from oomb_accel.plan.sizes import GIB
 
 _WIDTH = 34
@@ -136,13 +137,18 @@ def _change(suggestion: Suggestion) -> list[str]:
     return [f"  {suggestion.change:<{_WIDTH}} {figures}"] if beside else [f"  {suggestion.change}", f"{'':37}{figures}"]
 
 
+def _rates(found: Estimate) -> str:
+    if not found.is_scaled:
+        return "Rates were measured on H200s (docs/benchmarks.md), with Liger's kernels."
+    gpu = found.job.gpu
+    same = replace(gpu, name=H200.name, memory_bytes=H200.memory_bytes, compute_capability=H200.compute_capability)
+    rates = "those of an H200" if same == H200 else "scaled from an H200's by the makers' peaks"
+    return f"Rates are {rates}: not measured on the {gpu.name}."
+
+
 def _notes(found: Estimate, longest: int | None) -> list[str]:
     job = found.job
-    notes = [
-        f"Rates are scaled from an H200's to the peaks of this GPU ({job.gpu.name}): not measured on it."
-        if found.is_scaled
-        else "Rates were measured on H200s (docs/benchmarks.md), with Liger's kernels."
-    ]
+    notes = [_rates(found)]
     if job.attention == "sparse" and job.distinct is None and found.memory.plan.offloads:
         on_text = estimate_that_fits(replace(job, distinct=_DISTINCT_OF_TEXT))
         takes = "does not fit either" if on_text is None else f"takes {on_text.time.seconds:,.0f} s"

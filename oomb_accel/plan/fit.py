@@ -44,8 +44,8 @@ class Estimate:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether rates were scaled from another GPU."""
-        return self.job.gpu != H200
+        """Whether rates were scaled from another GPU. How much memory a machine's own reports is no rate."""
+        return replace(self.job.gpu, memory_bytes=H200.memory_bytes) != H200
 
     def cost_per_million_tokens(self, price_per_gpu_hour: float) -> float:
         """In the currency of the price."""

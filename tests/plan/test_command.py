@@ -199,8 +199,26 @@ def test_distinct_pages_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 def test_other_gpus_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    _, text = run(capsys, "qwen2.5-0.5b --gpu a100 --gpu_gib 40")
-    assert "GPU memory, GiB of 40.0" in text and "Rates are scaled" in text and "not measured on it" in text
+    text = " ".join(run(capsys, "qwen2.5-0.5b --gpu a100 --gpu_gib 40")[1].split())
+    assert "GPU memory, GiB of 40.0" in text and "Rates are scaled" in text and "not measured on" in text
+
+
+_SCALED = "Rates are scaled from an H200's by the makers' peaks"
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "rates"),
+    [
+        ("--gpu_gib 48 --tflops 300", "GPU with 48 GiB and 300 TFLOP/s", _SCALED),
+        ("--gpu_gib 48", "GPU with 48 GiB and 989 TFLOP/s", "Rates are those of an H200"),
+        ("--gpu a100 --gpu_gib 39.5", "GPU with 39.5 GiB and 312 TFLOP/s", _SCALED),
+        ("--gpu a100", "A100 80 GB", _SCALED),
+    ],
+)
+def test_a_gpu_is_named_once_in_a_line(capsys: pytest.CaptureFixture[str], words: str, name: str, rates: str) -> None:
+    text = " ".join(run(capsys, f"qwen2.5-0.5b {words}")[1].split())
+    assert f"1 x {name}, 128 GiB of host memory" in text and "this GPU (" not in text
+    assert f"{rates}: not measured on the {name}." in text
 
 
 def test_a_document_beyond_all_estimates_is_refused_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -432,7 +450,7 @@ def test_a_recipe_that_is_not_the_first_word(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--gpu_gib 48", ["tflops=989 as of the H200"]),
+        ("--gpu_gib 48", ["tflops=989 as of the H200: give --tflops for this GPU's own"]),
         ("--gpu a100 --gpu_gib 40", ["tflops=312 as of the A100 80 GB"]),
         ("--tflops 300", ["gpu_gib=139.8 as of the H200"]),
         ("--gpu_gib 48 --tflops 300 --page_dtype float8", ["8-bit floats as of the H200"]),
