@@ -31,7 +31,7 @@ from oomb_accel.plan import (
 )
 from oomb_accel.plan.fit import LONGEST
 from oomb_accel.plan.gpus import other_gpu
-from oomb_accel.plan.sizes import GIB
+from oomb_accel.plan.sizes import GIB, size_text
 from oomb_accel.reading import shown
 from oomb_accel.sources import gather, resolve
 from oomb_accel.training import Recipe
@@ -156,7 +156,7 @@ def _check_machine(job: Job) -> None:
         raise ValueError(
             "device_pages_gib is more than the GPU has.\n"
             f"  Got device_pages_gib={job.device_pages_bytes / GIB:g}; {job.gpu.name} has "
-            f"{job.gpu.memory_bytes / GIB:,.1f} GiB.\n"
+            f"{size_text(job.gpu.memory_bytes)}.\n"
             f"  Leave it out, or set --gpu_gib {-(-job.device_pages_bytes // GIB)} or more where the GPU has it."
         )
     asked = job.host_memory_bytes or 0

@@ -10,7 +10,7 @@ from oomb_accel.plan.gpus import H200
 from oomb_accel.plan.job import Job
 from oomb_accel.plan.memory import Memory, estimate_memory
 from oomb_accel.plan.pools import Remedy
-from oomb_accel.plan.sizes import GIB, host_margin
+from oomb_accel.plan.sizes import host_margin, size_text
 from oomb_accel.plan.timing import StepTime, estimate_time
 
 LONGEST = 1 << 24
@@ -124,16 +124,16 @@ def _problem(job: Job, memory: Memory) -> tuple[str, Remedy] | None:
     if standing > job.gpu.memory_bytes:
         return (
             "The model does not fit on the GPU.\n"
-            f"  Weights, gradients and optimizer take {standing / GIB:,.1f} GiB, the GPU has "
-            f"{job.gpu.memory_bytes / GIB:,.1f} GiB."
+            f"  Weights, gradients and optimizer take {size_text(standing)}, the GPU has "
+            f"{size_text(job.gpu.memory_bytes)}."
         ), _for_large_models(job)
     if of_pages is not None:
         return of_pages
     if memory.device_bytes > job.gpu.memory_bytes:
         return (
             "The step does not fit on the GPU.\n"
-            f"  It takes {memory.device_bytes / GIB:,.1f} GiB of {job.gpu.memory_bytes / GIB:,.1f} GiB, "
-            f"{memory.device['kept attention outputs'] / GIB:,.1f} GiB of them kept attention outputs."
+            f"  It takes {size_text(memory.device_bytes)} of {size_text(job.gpu.memory_bytes)}, "
+            f"{size_text(memory.device['kept attention outputs'])} of them kept attention outputs."
         ), Remedy("keep_outputs='auto'", {"keep_outputs": "auto"}, "which keeps what fits")
     budget = job.host_bytes - host_margin(job.host_bytes)
     if memory.host_bytes * job.num_gpus > budget:
@@ -141,15 +141,15 @@ def _problem(job: Job, memory: Memory) -> tuple[str, Remedy] | None:
         smaller = "Keep the optimizer on the GPU, or take" if job.zero_offload else "Take"
         return (
             "Host memory is too small.\n"
-            f"  {memory.host_bytes * job.num_gpus / GIB:,.1f} GiB are needed by {processes}; "
-            f"{max(0, budget) / GIB:,.1f} GiB may be used."
+            f"  {size_text(memory.host_bytes * job.num_gpus)} are needed by {processes}; "
+            f"{size_text(budget)} may be used."
         ), Remedy(f"{smaller} a machine with more memory.")
     return None
 
 
 def _for_large_models(job: Job) -> Remedy:
     if job.base_dtype == "float8":
-        less = f"which takes {job.float8_bytes / GIB:,.1f} GiB less (8-bit copies come on top of the weights)"
+        less = f"which takes {size_text(job.float8_bytes)} less (8-bit copies come on top of the weights)"
         return Remedy("base_dtype='model'", {"base_dtype": "model"}, less)
     if not job.lora_r:
         return Remedy("Train adapters (lora_r: 16), put the optimizer on the host (ZeRO 2 or 3), or take more GPUs.")
