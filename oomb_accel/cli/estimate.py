@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from oomb_accel.cli.estimate_origins import as_of_another_gpu, distinct_share, where_distinct_is_from
+from oomb_accel.cli.estimate_origins import (
+    around,
+    as_of_another_gpu,
+    distinct_share,
+    from_around,
+    where_distinct_is_from,
+)
 from oomb_accel.cli.estimate_tables import estimate_report
 from oomb_accel.cli.options import Parser, check_recipe_is_first, is_recipe, num_tokens, number, tokens_of
 from oomb_accel.config import OombConfig
@@ -55,7 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     _check_machine(job)
     check_settings(job)
     job, reasons = _chosen(job, options)
-    reasons = (*where_distinct_is_from(options), *as_of_another_gpu(options, job), *reasons)
+    around_it = from_around(config, _names(arguments))
+    reasons = (*around_it, *where_distinct_is_from(options), *as_of_another_gpu(options, job), *reasons)
     found = estimate(job)
     changes = [] if found.fits else suggestions(job)
     longest = largest_tokens(job)
@@ -80,8 +87,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, dict[str, Any] | None]:
-    """The options, those of a recipe over the defaults and those of the command line over both; the settings of the
-    recurrence, of which some are no options here; and the recipe's ``rope_parameters``.
+    """The options, those of a recipe or the environment over the defaults and those of the command line over all; the
+    settings of the recurrence, of which some are no options here; and the recipe's ``rope_parameters``.
 
     Raises:
         ValueError: as reading a recipe, or a recipe without a length.
@@ -90,18 +97,13 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, 
     path = arguments[0] if arguments and is_recipe(arguments[0]) else None
     if path is None:
         check_recipe_is_first("oomb estimate", arguments)
-        config = OombConfig()
+        config = _enabled(resolve(*gather()).config)
         parser.set_defaults(**_defaults(config))
         return parser.parse_args(arguments), config, None
     _, others = parser.parse_some(arguments)
     unused = [f"--{name}=unused" for name in ("data_path", "output_dir") if name not in _names(others)]
     recipe = Recipe.from_yaml(path, [*others, *unused])
-    config = resolve(*gather(None, *recipe.oomb_sources())).config
-    if not config.enabled:
-        raise ValueError(
-            "There are no chunks to estimate.\n  Got oomb.enabled=false.\n"
-            "  Add --oomb.enabled true to see what they take."
-        )
+    config = _enabled(resolve(*gather(None, *recipe.oomb_sources())).config)
     # As oomb train --dry_run: the documents of a micro-batch count as one.
     tokens = None if recipe.max_length is None else recipe.max_length * recipe.per_device_train_batch_size
     parser.set_defaults(
@@ -121,6 +123,17 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, 
         )
     options.model = recipe.model_name_or_path
     return options, config, recipe.rope_parameters
+
+
+def _enabled(config: OombConfig) -> OombConfig:
+    """Refuse settings that switch chunk recurrence off."""
+    if not config.enabled:
+        place = around().get("enabled")
+        remedy = "Add --oomb.enabled true" if place is None else f"Take it out of {place}"
+        raise ValueError(
+            f"There are no chunks to estimate.\n  Got oomb.enabled=false.\n  {remedy} to see what they take."
+        )
+    return config
 
 
 def _names(arguments: Sequence[str]) -> set[str]:
@@ -310,7 +323,11 @@ def _parser() -> Parser:
         help="a config.json, a model's folder, a hub id, a name such as qwen2.5-7b; or, as the first word, a recipe",
     )
     parser.set_defaults(mixed_precision="auto", adapters=Adapters(), revision=None)
-    parser.add_argument("--length", default="128K", help="tokens of the document, such as 131072, 128K or 1M")
+    parser.add_argument(
+        "--length",
+        default="128K",
+        help="tokens of the document, such as 131072, 128K or 1M; default 128K, with a recipe its max_length",
+    )
     training = parser.add_argument_group("training")
     training.add_argument("--lora_r", type=int, default=16, help="rank of adapters on all linear layers; default 16")
     training.add_argument("--full", action="store_true", help="train all weights; the same as --lora_r 0")
@@ -318,26 +335,36 @@ def _parser() -> Parser:
         "--torch_dtype",
         default="auto",
         choices=["auto", "bfloat16", "float32"],
-        help="of the weights; auto is as the config says, bfloat16 where it says nothing, and float32 where all are "
-        "trained, without DeepSpeed",
+        help="of the weights; default auto, which is as the config says, bfloat16 where it says nothing, and float32 "
+        "where all are trained, without DeepSpeed",
     )
-    training.add_argument("--zero", type=int, default=0, choices=[0, 1, 2, 3], help="ZeRO stage; 0 is no DeepSpeed")
+    training.add_argument(
+        "--zero", type=int, default=0, choices=[0, 1, 2, 3], help="ZeRO stage; default 0, which is no DeepSpeed"
+    )
     training.add_argument("--optimizer_offload", action="store_true", help="optimizer states in host memory")
-    settings = parser.add_argument_group("settings of oomb_accel", "as in OombConfig, with its defaults")
-    settings.add_argument("--attention", choices=["dense", "sparse"])
-    settings.add_argument("--top_k", type=int)
-    settings.add_argument("--page_budget", type=int)
-    settings.add_argument("--chunk_tokens", help='default 8192; "auto" takes the best that fits')
-    settings.add_argument("--page_tokens", type=num_tokens)
-    settings.add_argument("--page_dtype", choices=["model", "float8"])
-    settings.add_argument("--page_grad_dtype", choices=["float32", "bfloat16", "auto"])
-    settings.add_argument(
-        "--base_dtype",
-        choices=["model", "float8"],
-        help="float8 is for speed and costs memory: copies beside the weights, 12 GiB for a 7B",
+    settings = parser.add_argument_group(
+        "settings of oomb_accel", "As in OombConfig. OOMB_ variables and a recipe change these defaults."
     )
-    settings.add_argument("--keep_outputs", choices=list(_SWITCH))
-    settings.add_argument("--offload", choices=list(_SWITCH))
+    plain = _defaults(OombConfig())
+
+    def setting(name: str, about: str = "", **named: Any) -> None:
+        default = "no limit if left out" if plain[name] is None else f"default {plain[name]}"
+        settings.add_argument(f"--{name}", help=f"{default}{about}", **named)
+
+    setting("attention", choices=["dense", "sparse"])
+    setting("top_k", type=int)
+    setting("page_budget", type=int)
+    setting("chunk_tokens", '; "auto" takes the best that fits')
+    setting("page_tokens", type=num_tokens)
+    setting("page_dtype", choices=["model", "float8"])
+    setting("page_grad_dtype", choices=["float32", "bfloat16", "auto"])
+    setting(
+        "base_dtype",
+        "; float8 is for speed and costs memory: copies beside the weights, 12 GiB for a 7B",
+        choices=["model", "float8"],
+    )
+    setting("keep_outputs", choices=list(_SWITCH))
+    setting("offload", choices=list(_SWITCH))
     settings.add_argument(
         "--device_pages_gib", type=number(0, above=True), help="most GPU memory for pages; what is free if left out"
     )
@@ -348,27 +375,27 @@ def _parser() -> Parser:
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", default="h200", help=f"one of {', '.join(GPUS)}; default h200")
-    machine.add_argument("--gpus", type=int, default=1, help="of one host, each with a document of its own")
+    machine.add_argument("--gpus", type=int, default=1, help="of one host, each with a document of its own; default 1")
     machine.add_argument(
         "--gpu_gib",
         type=number(0, above=True),
-        help="memory of a GPU that is not in the list; its rates are those of --gpu unless --tflops says others",
+        help="memory of a GPU that is not in the list; that of --gpu if left out",
     )
     machine.add_argument(
         "--tflops",
         type=number(0, above=True),
-        help="its peak of dense bf16 matrix products, by which its memory's rate is scaled too; copies over PCIe and "
-        "between GPUs are as of --gpu",
+        help="its peak of dense bf16 matrix products, by which its memory's rate is scaled too; those of --gpu if left "
+        "out, as are copies over PCIe and between GPUs",
     )
     machine.add_argument(
         "--host_gib", type=number(0), default=128, help="memory of the host, for all GPUs; default 128"
     )
-    machine.add_argument("--price", type=number(0), help="of one GPU for an hour, for the cost")
+    machine.add_argument("--price", type=number(0), help="of one GPU for an hour, for the cost; no cost if left out")
     machine.add_argument(
         "--distinct",
         metavar="SHARE|RUN",
         help="distinct pages that a chunk's lists name, as a share of the most they could; or the output_dir of a run "
-        "on such text, which has logged it. If left out, what lists at random come to: more than on real text",
+        "on such text, which has logged it; if left out, what lists at random come to: more than on real text",
     )
     parser.add_argument("--json", action="store_true", help="everything as JSON; bytes and seconds")
     return parser

@@ -1,12 +1,35 @@
-"""What ``oomb estimate`` takes from a run or from another GPU, and says so."""
+"""What ``oomb estimate`` takes from the environment, a run or another GPU, and says so."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Collection
 from pathlib import Path
 
+from oomb_accel.config import OombConfig, plain_value
 from oomb_accel.plan import Job, gpu_named
 from oomb_accel.plan.sizes import GIB
+from oomb_accel.sources import surroundings
+
+
+def around() -> dict[str, str]:
+    """Settings of the environment, and the place of each: a variable, or the preset that ``OOMB_CONFIG`` names."""
+    sources = reversed(surroundings(os.environ))  # a variable counts more than the preset
+    return {name: source.place_of(name) for source in sources for name in source.values}
+
+
+def from_around(config: OombConfig, typed: Collection[str]) -> tuple[str, ...]:
+    """Settings that hold because the environment has them.
+
+    Args:
+        typed: names of options, which count more.
+    """
+    return tuple(
+        f"{name}={plain_value(getattr(config, name))} ({place})"
+        for name, place in around().items()
+        if name not in typed
+    )
 
 
 def distinct_share(text: str | None) -> tuple[str | None, float | None]:

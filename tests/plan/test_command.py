@@ -322,6 +322,76 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert stop.value.code == 0 and "usage: oomb estimate" in capsys.readouterr().out
 
 
+def test_help_says_what_holds_where_an_option_is_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "5000")
+    with pytest.raises(SystemExit):
+        main(["estimate", "--help"])
+    options = capsys.readouterr().out.split("\n  --")[1:]
+    of = {f"--{option.split()[0]}": " ".join(option.split()) for option in options}
+    known = {
+        "length": "128K",
+        "lora_r": 16,
+        "torch_dtype": "auto",
+        "gpu": "h200",
+        "gpus": 1,
+        "host_gib": 128,
+        "zero": 0,
+    }
+    config = {"attention": "dense", "top_k": 64, "chunk_tokens": 8192, "page_tokens": 128, "keep_outputs": "auto"}
+    config |= {"page_dtype": "model", "page_grad_dtype": "float32", "base_dtype": "model", "offload": "auto"}
+    for name, value in (known | config).items():
+        assert f"default {value}" in of[f"--{name}"], of[f"--{name}"]
+    for name in ("page_budget", "device_pages_gib", "host_memory_gib", "gpu_gib", "tflops", "price", "distinct"):
+        assert "left out" in of[f"--{name}"], of[f"--{name}"]
+
+
+SETTINGS = {"OOMB_CHUNK_TOKENS": "4K", "OOMB_ATTENTION": "sparse", "OOMB_TOP_K": "16", "OOMB_RECENT_PAGES": "8"}
+
+
+def test_settings_of_the_environment_hold_for_a_model_as_for_a_recipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Below the options, and said in the report."""
+    words = "qwen2.5-7b --length 256K"
+    typed = report(capsys, f"{words} --attention sparse --top_k 16 --chunk_tokens 4K")
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("page_grad_dtype: bfloat16\n")
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    found = report(capsys, words)
+    assert found["seconds"] != typed["seconds"]  # of recent pages, which are no option
+    told = ["chunk_tokens=4096 (OOMB_CHUNK_TOKENS)", "attention=sparse (OOMB_ATTENTION)", "top_k=16 (OOMB_TOP_K)"]
+    assert found["chosen"] == [*told, "recent_pages=8 (OOMB_RECENT_PAGES)"]
+    monkeypatch.delenv("OOMB_RECENT_PAGES")
+    assert report(capsys, words) == typed | {"chosen": told}
+    assert report(capsys, f"{words} --chunk-tokens=8K --attention dense")["chunk_tokens"] == 8192
+    monkeypatch.setenv("OOMB_CONFIG", str(preset))
+    _, text = run(capsys, f"{words} --chunk-tokens=8K")
+    assert f"chosen: page_grad_dtype=bfloat16 ({preset})" in " ".join(text.split()) and "OOMB_CHUNK_TOKENS" not in text
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model_name_or_path: qwen2.5-7b\nmax_length: 256K\noomb: {chunk_tokens: 8192}\n")
+    _, text = run(capsys, str(recipe))
+    assert "chunks of 4,096" in text and "chosen: chunk_tokens=4096 (OOMB_CHUNK_TOKENS)" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("OOMB_CHUNK_TOKNS", "8192", "OOMB_CHUNK_TOKENS"),
+        ("OOMB_CHUNK_TOKENS", "many", "In OOMB_CHUNK_TOKENS"),
+        ("OOMB_ENABLED", "false", "There are no chunks to estimate."),
+    ],
+)
+def test_wrong_settings_of_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    code, text = run(capsys, "qwen2.5-7b --length 8K")
+    assert code == 2 and said in text and len(text.strip().splitlines()) == 3, text
+
+
 def test_automatic_settings_are_told_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     words = "qwen2.5-7b --length 1M --chunk_tokens auto --page_grad_dtype auto --keep_outputs false"
     _, text = run(capsys, words)
