@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from oomb_accel.cli import main
 from oomb_accel.cli.estimate import token_count
 from oomb_accel.plan.known import KNOWN
 from oomb_accel.plan.sizes import GIB
+from tests.docs.messages import ROOT
 
 
 def run(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str]:
@@ -546,3 +548,23 @@ def test_dropout_and_dora_are_not_counted_and_it_says_so(
 ) -> None:
     text = " ".join(run(capsys, f"{recipe} {words}")[1].split())
     assert ("Adapters with dropout or DoRA are estimated as plain LoRA that PEFT runs" in text) == said, text
+
+
+@pytest.mark.parametrize(("page", "rows"), [("README.md", 2), ("docs/benchmarks.md", 3), ("docs/settings.md", 3)])
+def test_rows_with_kept_results_on_the_host_name_the_setting_that_gives_them(
+    capsys: pytest.CaptureFixture[str], page: str, rows: int
+) -> None:
+    """Half of the host, which is what "auto" gives, was enough for them on the host where they were measured only."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.findall(r"(262,144|524,288)[^\n]*?(?:\n[^\n]*?)?(\d+) GiB[^(\n]*\(`host_memory_gib=(\d+)`", text)
+    assert {(tokens, gib) for tokens, gib, _ in found} == set(_KEPT_ON_HOST[:rows])
+    for tokens, gib, setting in found:
+        words = (
+            f"--length {tokens} --attention sparse --top_k 16 --page_grad_dtype bfloat16 --host_memory_gib {setting}"
+        )
+        kept = report(capsys, f"qwen2.5-7b {words} --host_gib 251")["pinned_bytes"]["kept outputs"]
+        assert kept == pytest.approx(float(gib) * GIB, rel=0.03)
+
+
+_KEPT_ON_HOST = (("262,144", "92"), ("524,288", "112"), ("524,288", "218"))
+"""Tokens, and GiB."""
