@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from oomb_accel.cli.estimate_options import SWITCH, estimate_parser
 from oomb_accel.cli.estimate_origins import (
     around,
     as_of_another_gpu,
@@ -17,11 +18,9 @@ from oomb_accel.cli.estimate_origins import (
     where_distinct_is_from,
 )
 from oomb_accel.cli.estimate_tables import estimate_report
-from oomb_accel.cli.options import Parser, check_recipe_is_first, is_recipe, num_tokens, number, tokens_of
+from oomb_accel.cli.options import check_recipe_is_first, is_recipe, tokens_of
 from oomb_accel.config import OombConfig
 from oomb_accel.plan import (
-    GPUS,
-    Adapters,
     Job,
     check_settings,
     choose,
@@ -42,7 +41,6 @@ from oomb_accel.reading import shown
 from oomb_accel.sources import gather, resolve
 from oomb_accel.training import Recipe
 
-_SWITCH: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
 _MOST_TOKENS = 10**12
 
 
@@ -93,7 +91,7 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, 
     Raises:
         ValueError: as reading a recipe, or a recipe without a length.
     """
-    parser = _parser()
+    parser = estimate_parser(_defaults(OombConfig()))
     path = arguments[0] if arguments and is_recipe(arguments[0]) else None
     if path is None:
         check_recipe_is_first("oomb estimate", arguments)
@@ -156,8 +154,8 @@ def _check_typed(options: argparse.Namespace, typed: set[str]) -> None:
                 f"  Use --attention sparse, or leave --{name} out."
             )
     OombConfig(  # refuses what contradicts each other
-        keep_outputs=_SWITCH[options.keep_outputs],
-        offload=_SWITCH[options.offload],
+        keep_outputs=SWITCH[options.keep_outputs],
+        offload=SWITCH[options.offload],
         device_pages_gib=options.device_pages_gib or "auto",
         host_memory_gib=options.host_memory_gib or "auto",
     )
@@ -184,7 +182,7 @@ def _check_machine(job: Job) -> None:
 
 def _defaults(config: OombConfig) -> dict[str, Any]:
     """Settings as the defaults of the options of the same names."""
-    words = {value: word for word, value in _SWITCH.items()}
+    words = {value: word for word, value in SWITCH.items()}
     same = ("attention", "top_k", "page_budget", "page_tokens", "page_dtype", "page_grad_dtype", "base_dtype")
     return {name: getattr(config, name) for name in same} | {
         "chunk_tokens": str(config.chunk_tokens),
@@ -253,8 +251,8 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
         "page_dtype": options.page_dtype,
         "base_dtype": options.base_dtype,
         "page_grad_dtype": "float32" if options.page_grad_dtype == "auto" else options.page_grad_dtype,
-        "keep_outputs": _SWITCH[options.keep_outputs],
-        "offload": _SWITCH[options.offload],
+        "keep_outputs": SWITCH[options.keep_outputs],
+        "offload": SWITCH[options.offload],
         "device_pages_bytes": None if options.device_pages_gib is None else int(options.device_pages_gib * GIB),
         "host_memory_bytes": None if options.host_memory_gib is None else int(options.host_memory_gib * GIB),
     }
@@ -308,94 +306,3 @@ def _check_range(options: argparse.Namespace, chunk_tokens: int) -> None:
             f"  Got --page_budget {options.page_budget} with --top_k {options.top_k}.\n"
             f"  Use --page_budget {options.top_k} or more."
         )
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="oomb estimate",
-        description="Memory on GPU and host, traffic between them, time and cost of one training step, the longest "
-        "document that fits, and which setting to change when one does not. Needs neither GPU nor weights. Exit code 1 "
-        "when the step does not fit. A recipe gives model, length (max_length), adapters, dtypes and settings; options "
-        "go over it, those of oomb train too. How many GPUs and which ZeRO stage, the launch will say: --gpus, --zero.",
-    )
-    parser.add_argument(
-        "model",
-        help="a config.json, a model's folder, a hub id, a name such as qwen2.5-7b; or, as the first word, a recipe",
-    )
-    parser.set_defaults(mixed_precision="auto", adapters=Adapters(), revision=None)
-    parser.add_argument(
-        "--length",
-        default="128K",
-        help="tokens of the document, such as 131072, 128K or 1M; default 128K, with a recipe its max_length",
-    )
-    training = parser.add_argument_group("training")
-    training.add_argument("--lora_r", type=int, default=16, help="rank of adapters on all linear layers; default 16")
-    training.add_argument("--full", action="store_true", help="train all weights; the same as --lora_r 0")
-    training.add_argument(
-        "--torch_dtype",
-        default="auto",
-        choices=["auto", "bfloat16", "float32"],
-        help="of the weights; default auto, which is as the config says, bfloat16 where it says nothing, and float32 "
-        "where all are trained, without DeepSpeed",
-    )
-    training.add_argument(
-        "--zero", type=int, default=0, choices=[0, 1, 2, 3], help="ZeRO stage; default 0, which is no DeepSpeed"
-    )
-    training.add_argument("--optimizer_offload", action="store_true", help="optimizer states in host memory")
-    settings = parser.add_argument_group(
-        "settings of oomb_accel", "As in OombConfig. OOMB_ variables and a recipe change these defaults."
-    )
-    plain = _defaults(OombConfig())
-
-    def setting(name: str, about: str = "", **named: Any) -> None:
-        default = "no limit if left out" if plain[name] is None else f"default {plain[name]}"
-        settings.add_argument(f"--{name}", help=f"{default}{about}", **named)
-
-    setting("attention", choices=["dense", "sparse"])
-    setting("top_k", type=int)
-    setting("page_budget", type=int)
-    setting("chunk_tokens", '; "auto" takes the best that fits')
-    setting("page_tokens", type=num_tokens)
-    setting("page_dtype", choices=["model", "float8"])
-    setting("page_grad_dtype", choices=["float32", "bfloat16", "auto"])
-    setting(
-        "base_dtype",
-        "; float8 is for speed and costs memory: copies beside the weights, 12 GiB for a 7B",
-        choices=["model", "float8"],
-    )
-    setting("keep_outputs", choices=list(_SWITCH))
-    setting("offload", choices=list(_SWITCH))
-    settings.add_argument(
-        "--device_pages_gib", type=number(0, above=True), help="most GPU memory for pages; what is free if left out"
-    )
-    settings.add_argument(
-        "--host_memory_gib",
-        type=number(0, above=True),
-        help="most host memory that each process pins for pages; its share of the host if left out",
-    )
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--gpu", default="h200", help=f"one of {', '.join(GPUS)}; default h200")
-    machine.add_argument("--gpus", type=int, default=1, help="of one host, each with a document of its own; default 1")
-    machine.add_argument(
-        "--gpu_gib",
-        type=number(0, above=True),
-        help="memory of a GPU that is not in the list; that of --gpu if left out",
-    )
-    machine.add_argument(
-        "--tflops",
-        type=number(0, above=True),
-        help="its peak of dense bf16 matrix products, by which its memory's rate is scaled too; those of --gpu if left "
-        "out, as are copies over PCIe and between GPUs",
-    )
-    machine.add_argument(
-        "--host_gib", type=number(0), default=128, help="memory of the host, for all GPUs; default 128"
-    )
-    machine.add_argument("--price", type=number(0), help="of one GPU for an hour, for the cost; no cost if left out")
-    machine.add_argument(
-        "--distinct",
-        metavar="SHARE|RUN",
-        help="distinct pages that a chunk's lists name, as a share of the most they could; or the output_dir of a run "
-        "on such text, which has logged it; if left out, what lists at random come to: more than on real text",
-    )
-    parser.add_argument("--json", action="store_true", help="everything as JSON; bytes and seconds")
-    return parser
