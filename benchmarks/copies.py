@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oomb_accel.cli.devices import what_torch_sees
 from oomb_kernels import CopyMethod, available_copy_methods, best_copy_method, copy_records
 
 GIB = 2**30
@@ -177,7 +178,9 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0, help="bytes of a measurement, pinned")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("copies between host and device need a CUDA device")
+        raise SystemExit(
+            f"benchmarks.copies needs a CUDA device.\n  {what_torch_sees()}\n  Run it on a machine with one."
+        )
     device = torch.device("cuda")
     host = torch.zeros(int(options.gib * GIB), dtype=torch.uint8, pin_memory=True)
     pool = torch.zeros_like(host, device=device)

@@ -30,6 +30,8 @@ from oomb_accel.schedule import Chunk
 
 DEPTHS = (0.25, 0.5, 1.0)
 """Of the document, at which a chunk is timed."""
+LEAST_CHUNKS = 4
+"""Two of them to compile, and two for a line."""
 
 
 class _AtDepths(StepRecurrence):
@@ -85,7 +87,13 @@ class _AtDepths(StepRecurrence):
         return time.perf_counter()
 
 
-@benchmark("depths", [side for side in SIDES if side.startswith("oomb")])
+@benchmark(
+    "depths",
+    [side for side in SIDES if side.startswith("oomb")],
+    default_sides=("oomb-bf16-grads-no-kept",),
+    default_lengths=(524288, 1048576),
+    least_chunks=LEAST_CHUNKS,
+)
 def depths(
     *, shape: str, lengths: list[int], sides: list[str], chunk_tokens: int, timed: int, device: torch.device
 ) -> Iterator[Row]:

@@ -16,27 +16,43 @@ import re
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from oomb_accel.bench.models import SHAPES, base_model
+from oomb_accel.cli import MISUSED, OK
+from oomb_accel.cli.options import Parser, num_tokens
 
 _WORD = re.compile(r"\w+|[^\w\s]|\n\s*")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write them; returns the exit code.
+
+    Args:
+        arguments: those of the process when None.
+    """
+    parser = Parser(
+        prog="benchmarks.long_document", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-7b")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1_048_576], help="a document of each length")
-    options = parser.parse_args()
+    parser.add_argument("--tokens", type=num_tokens, nargs="+", default=[1_048_576], help="a document of each length")
+    try:
+        _write(parser.parse_args(arguments))
+    except ValueError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return MISUSED
+    return OK
+
+
+def _write(options: argparse.Namespace) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     _write_model(options.shape, options.folder / "model")
     for tokens in options.tokens:
         _write_document(tokens, SHAPES[options.shape]["vocab_size"], options.folder / f"document-{tokens}.jsonl")
-    return 0
 
 
 def _write_model(shape: str, folder: Path) -> None:
@@ -64,7 +80,9 @@ def _write_document(tokens: int, vocabulary: int, path: Path) -> None:
         if len(ids) == tokens:
             path.write_text(json.dumps({"input_ids": ids}) + "\n")
             return
-    raise SystemExit(f"The installed packages have {len(ids):,} words only.\n  Asked for {tokens:,}.")
+    raise ValueError(
+        f"The installed packages have {len(ids):,} words only.\n  Got --tokens {tokens:,}.\n  Use {len(ids):,} or less."
+    )
 
 
 def _words() -> Iterator[str]:

@@ -43,7 +43,7 @@ SIDES: dict[str, dict[str, Any]] = {
 POOL_SHARE = 1 / 7
 
 
-@benchmark("offload", SIDES)
+@benchmark("offload", SIDES, default_sides=("offload-dense", "offload-sparse-16"), default_lengths=(65536, 131072))
 def offload(
     *, shape: str, lengths: list[int], sides: list[str], chunk_tokens: int, timed: int, device: torch.device
 ) -> Iterator[Row]:

@@ -32,7 +32,7 @@ from oomb_accel.plan.shape import ModelShape, shape_of
 _MOST_LARGEST = 40
 
 
-@benchmark("profile_step", SIDES)
+@benchmark("profile_step", SIDES, default_sides=("oomb", "peer"), default_lengths=(8192, 32768))
 def profile_step(
     *, shape: str, lengths: list[int], sides: list[str], chunk_tokens: int, timed: int, device: torch.device
 ) -> Iterator[Row]:

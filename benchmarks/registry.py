@@ -12,11 +12,25 @@ from typing import Any, TypeAlias
 import psutil
 import torch
 
-Benchmark: TypeAlias = "Callable[..., Iterator[Row]]"
-BENCHMARKS: dict[str, Benchmark] = {}
-SIDES_OF: dict[str, tuple[str, ...]] = {}
-"""By benchmark, what it can measure."""
+Measure: TypeAlias = "Callable[..., Iterator[Row]]"
 GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """What can be asked of a benchmark."""
+
+    measure: Measure
+    sides: tuple[str, ...]
+    """What it can measure."""
+    default_sides: tuple[str, ...]
+    default_lengths: tuple[int, ...]
+    """Tokens."""
+    least_chunks: int
+    """Of a document: with fewer there is nothing to measure."""
+
+
+BENCHMARKS: dict[str, Benchmark] = {}
 
 
 @dataclass
@@ -47,11 +61,24 @@ class Row:
         return stored | {"tokens_per_second": self.tokens_per_second}
 
 
-def benchmark(name: str, sides: Iterable[str]) -> Callable[[Benchmark], Benchmark]:
+def benchmark(
+    name: str,
+    sides: Iterable[str],
+    *,
+    default_sides: tuple[str, ...],
+    default_lengths: tuple[int, ...],
+    least_chunks: int = 1,
+) -> Callable[[Measure], Measure]:
     """Register a function that yields rows of these sides."""
 
-    def register(function: Benchmark) -> Benchmark:
-        BENCHMARKS[name], SIDES_OF[name] = function, tuple(sides)
+    def register(function: Measure) -> Measure:
+        BENCHMARKS[name] = Benchmark(
+            measure=function,
+            sides=tuple(sides),
+            default_sides=default_sides,
+            default_lengths=default_lengths,
+            least_chunks=least_chunks,
+        )
         return function
 
     return register

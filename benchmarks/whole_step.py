@@ -57,7 +57,7 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 
 
-@benchmark("whole_step", SIDES)
+@benchmark("whole_step", SIDES, default_sides=("oomb", "oomb-no-kept", "peer"), default_lengths=(8192, 32768))
 def whole_step(
     *, shape: str, lengths: list[int], sides: list[str], chunk_tokens: int, timed: int, device: torch.device
 ) -> Iterator[Row]:

@@ -55,7 +55,7 @@ Step = Callable[[Tensor], float]
 """One optimizer step on a document ``[1, tokens]``; returns the loss."""
 
 
-@benchmark("zero", SIDES)
+@benchmark("zero", SIDES, default_sides=("plain", "zero2"), default_lengths=(65536,))
 def zero(
     *, shape: str, lengths: list[int], sides: list[str], chunk_tokens: int, timed: int, device: torch.device
 ) -> Iterator[Row]:

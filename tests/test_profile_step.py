@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,8 +182,7 @@ def test_a_dense_step_selects_nothing() -> None:
 def test_a_tiny_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
     options = "profile_step --shape tiny --lengths 320 --chunk-tokens 128 --timed 1 --sides oomb-no-kept peer"
-    monkeypatch.setattr(sys, "argv", ["run", *options.split(), "--out", str(out)])
-    assert run.main() == 0
+    assert run.main([*options.split(), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "| part | us a token | floor | gap | launches |" in printed and "| whole step | " in printed
     own, peer = (json.loads(line) for line in out.read_text().splitlines())

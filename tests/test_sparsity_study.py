@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -283,6 +284,24 @@ def test_the_driver_collects_the_rows_of_its_jobs_and_names_those_that_fail(
     found = [json.loads(line) for line in file.read_text().splitlines()]
     assert {row["job"] for row in found} == {"setup", "native_grid"}
     assert {row["study"] for row in found} == {"setup", "loss"}
+
+
+@pytest.mark.parametrize("name", ["nothing", "curve", "curve:top16", "curve:top16:x", "nothing:top16:1"])
+@pytest.mark.parametrize("command", [run, job])
+def test_a_job_that_there_is_not_is_refused_before_anything_runs(
+    command: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The driver waited minutes for its adapter, and said that all was done."""
+    options = ["--source", "tiny", "--work", str(tmp_path), *(["--out", str(tmp_path)] if command is run else [])]
+    monkeypatch.setattr(sys, "argv", ["study", name, *options])
+    with pytest.raises(SystemExit) as stop:
+        command.main()
+    assert stop.value.code == 2 and f"got '{name}'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_job_of_a_group_has_a_name_that_is_known() -> None:
+    assert all(job.job_named(name) == name for names in run.GROUPS.values() for name in names)
 
 
 def test_names_in_a_plot_cover_no_point_and_no_other_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -33,12 +34,22 @@ RUNS: dict[str, Callable[[Bench, str, int], None]] = {
     "facts": facts.facts,
 }
 """Followed by the run and the seed: ``curve:top16-causal:1``."""
+_KINDS = ", ".join([*PLAIN, *(f"{kind}:RUN:SEED" for kind in RUNS)])
 WITHOUT_ADAPTER = ("adapt", "native_grid", "variants_native", "curve", "after")
+
+
+def job_named(text: str) -> str:
+    """The type of an argument that is a job."""
+    if text not in PLAIN and re.fullmatch(rf"({'|'.join(RUNS)}):[\w-]+:\d+", text) is None:
+        raise argparse.ArgumentTypeError(f"must be one of {_KINDS}, got {text!r}")
+    return text
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("job", help=f"one of {', '.join(PLAIN)}, or curve:RUN:SEED, after:RUN:SEED, facts:RUN:SEED")
+    parser.add_argument(
+        "job", type=job_named, help=f"one of {', '.join(PLAIN)}, or curve:RUN:SEED, after:RUN:SEED, facts:RUN:SEED"
+    )
     add_options(parser)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.sparsity.job import add_options, prepare
+from benchmarks.sparsity.job import add_options, job_named, prepare
 from benchmarks.sparsity.running import setup_row
 
 QUALITY = ["adapt", "mass", "long_grid", "gradients", "settings", "division", "native_grid"]
@@ -44,7 +44,7 @@ GRACE_SECONDS = 20
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("jobs", nargs="+", help=f"groups ({', '.join(GROUPS)}) or jobs")
+    parser.add_argument("jobs", nargs="+", type=_group_or_job, help=f"groups ({', '.join(GROUPS)}) or jobs")
     parser.add_argument("--out", type=Path, required=True, help="folder for the collected rows and the adapter")
     parser.add_argument("--minutes", type=float, default=7.0)
     parser.add_argument("--parallel", type=int, default=14, help="processes at once")
@@ -112,6 +112,11 @@ def _collect(options: argparse.Namespace) -> None:
     for path in adapter.glob("adapter_*") if (adapter / "adapter_config.json").is_file() else ():  # written last
         if not (options.out / path.name).is_file():
             shutil.copy(path, options.out / path.name)
+
+
+def _group_or_job(text: str) -> str:
+    """The type of an argument that is one or the other."""
+    return text if text in GROUPS else job_named(text)
 
 
 def _tiny_name(job: str) -> str:

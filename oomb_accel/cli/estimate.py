@@ -9,13 +9,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from oomb_accel.cli.estimate_origins import as_of_another_gpu, distinct_share, where_distinct_is_from
+from oomb_accel.cli.estimate_options import SWITCH, estimate_parser
+from oomb_accel.cli.estimate_origins import (
+    around,
+    as_of_another_gpu,
+    distinct_share,
+    from_around,
+    where_distinct_is_from,
+)
 from oomb_accel.cli.estimate_tables import estimate_report
-from oomb_accel.cli.options import Parser, check_recipe_is_first, is_recipe, num_tokens, number, tokens_of
+from oomb_accel.cli.options import check_recipe_is_first, is_recipe, tokens_of
 from oomb_accel.config import OombConfig
 from oomb_accel.plan import (
-    GPUS,
-    Adapters,
     Job,
     check_settings,
     choose,
@@ -31,12 +36,11 @@ from oomb_accel.plan import (
 )
 from oomb_accel.plan.fit import LONGEST
 from oomb_accel.plan.gpus import other_gpu
-from oomb_accel.plan.sizes import GIB
+from oomb_accel.plan.sizes import GIB, size_text
 from oomb_accel.reading import shown
 from oomb_accel.sources import gather, resolve
 from oomb_accel.training import Recipe
 
-_SWITCH: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
 _MOST_TOKENS = 10**12
 
 
@@ -55,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     _check_machine(job)
     check_settings(job)
     job, reasons = _chosen(job, options)
-    reasons = (*where_distinct_is_from(options), *as_of_another_gpu(options, job), *reasons)
+    around_it = from_around(config, _names(arguments))
+    reasons = (*around_it, *where_distinct_is_from(options), *as_of_another_gpu(options, job), *reasons)
     found = estimate(job)
     changes = [] if found.fits else suggestions(job)
     longest = largest_tokens(job)
@@ -65,7 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         report: dict[str, Any] = found.as_dict() | {"largest_tokens": longest}
         if options.price is not None:
-            report["cost_per_million_tokens"] = found.cost_per_million_tokens(options.price)
+            cost = found.cost_per_million_tokens(options.price) if found.fits else None
+            report["cost_per_million_tokens"] = cost
         report["chosen"] = reasons
         report["suggestions"] = [{"change": s.change} | s.estimate.as_dict() for s in changes]
         if changed is not None:
@@ -79,28 +85,23 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, dict[str, Any] | None]:
-    """The options, those of a recipe over the defaults and those of the command line over both; the settings of the
-    recurrence, of which some are no options here; and the recipe's ``rope_parameters``.
+    """The options, those of a recipe or the environment over the defaults and those of the command line over all; the
+    settings of the recurrence, of which some are no options here; and the recipe's ``rope_parameters``.
 
     Raises:
         ValueError: as reading a recipe, or a recipe without a length.
     """
-    parser = _parser()
+    parser = estimate_parser(_defaults(OombConfig()))
     path = arguments[0] if arguments and is_recipe(arguments[0]) else None
     if path is None:
         check_recipe_is_first("oomb estimate", arguments)
-        config = OombConfig()
+        config = _enabled(resolve(*gather()).config)
         parser.set_defaults(**_defaults(config))
         return parser.parse_args(arguments), config, None
     _, others = parser.parse_some(arguments)
     unused = [f"--{name}=unused" for name in ("data_path", "output_dir") if name not in _names(others)]
     recipe = Recipe.from_yaml(path, [*others, *unused])
-    config = resolve(*gather(None, *recipe.oomb_sources())).config
-    if not config.enabled:
-        raise ValueError(
-            "There are no chunks to estimate.\n  Got oomb.enabled=false.\n"
-            "  Add --oomb.enabled true to see what they take."
-        )
+    config = _enabled(resolve(*gather(None, *recipe.oomb_sources())).config)
     # As oomb train --dry_run: the documents of a micro-batch count as one.
     tokens = None if recipe.max_length is None else recipe.max_length * recipe.per_device_train_batch_size
     parser.set_defaults(
@@ -120,6 +121,17 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, 
         )
     options.model = recipe.model_name_or_path
     return options, config, recipe.rope_parameters
+
+
+def _enabled(config: OombConfig) -> OombConfig:
+    """Refuse settings that switch chunk recurrence off."""
+    if not config.enabled:
+        place = around().get("enabled")
+        remedy = "Add --oomb.enabled true" if place is None else f"Take it out of {place}"
+        raise ValueError(
+            f"There are no chunks to estimate.\n  Got oomb.enabled=false.\n  {remedy} to see what they take."
+        )
+    return config
 
 
 def _names(arguments: Sequence[str]) -> set[str]:
@@ -142,8 +154,8 @@ def _check_typed(options: argparse.Namespace, typed: set[str]) -> None:
                 f"  Use --attention sparse, or leave --{name} out."
             )
     OombConfig(  # refuses what contradicts each other
-        keep_outputs=_SWITCH[options.keep_outputs],
-        offload=_SWITCH[options.offload],
+        keep_outputs=SWITCH[options.keep_outputs],
+        offload=SWITCH[options.offload],
         device_pages_gib=options.device_pages_gib or "auto",
         host_memory_gib=options.host_memory_gib or "auto",
     )
@@ -155,7 +167,7 @@ def _check_machine(job: Job) -> None:
         raise ValueError(
             "device_pages_gib is more than the GPU has.\n"
             f"  Got device_pages_gib={job.device_pages_bytes / GIB:g}; {job.gpu.name} has "
-            f"{job.gpu.memory_bytes / GIB:,.1f} GiB.\n"
+            f"{size_text(job.gpu.memory_bytes)}.\n"
             f"  Leave it out, or set --gpu_gib {-(-job.device_pages_bytes // GIB)} or more where the GPU has it."
         )
     asked = job.host_memory_bytes or 0
@@ -170,7 +182,7 @@ def _check_machine(job: Job) -> None:
 
 def _defaults(config: OombConfig) -> dict[str, Any]:
     """Settings as the defaults of the options of the same names."""
-    words = {value: word for word, value in _SWITCH.items()}
+    words = {value: word for word, value in SWITCH.items()}
     same = ("attention", "top_k", "page_budget", "page_tokens", "page_dtype", "page_grad_dtype", "base_dtype")
     return {name: getattr(config, name) for name in same} | {
         "chunk_tokens": str(config.chunk_tokens),
@@ -239,8 +251,8 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
         "page_dtype": options.page_dtype,
         "base_dtype": options.base_dtype,
         "page_grad_dtype": "float32" if options.page_grad_dtype == "auto" else options.page_grad_dtype,
-        "keep_outputs": _SWITCH[options.keep_outputs],
-        "offload": _SWITCH[options.offload],
+        "keep_outputs": SWITCH[options.keep_outputs],
+        "offload": SWITCH[options.offload],
         "device_pages_bytes": None if options.device_pages_gib is None else int(options.device_pages_gib * GIB),
         "host_memory_bytes": None if options.host_memory_gib is None else int(options.host_memory_gib * GIB),
     }
@@ -294,71 +306,3 @@ def _check_range(options: argparse.Namespace, chunk_tokens: int) -> None:
             f"  Got --page_budget {options.page_budget} with --top_k {options.top_k}.\n"
             f"  Use --page_budget {options.top_k} or more."
         )
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="oomb estimate",
-        description="Memory on GPU and host, traffic between them, time and cost of one training step, the longest "
-        "document that fits, and which setting to change when one does not. Needs neither GPU nor weights. Exit code 1 "
-        "when the step does not fit. A recipe gives model, length (max_length), adapters, dtypes and settings; options "
-        "go over it, those of oomb train too. How many GPUs and which ZeRO stage, the launch will say: --gpus, --zero.",
-    )
-    parser.add_argument(
-        "model",
-        help="a config.json, a model's folder, a hub id, a name such as qwen2.5-7b; or, as the first word, a recipe",
-    )
-    parser.set_defaults(mixed_precision="auto", adapters=Adapters(), revision=None)
-    parser.add_argument("--length", default="128K", help="tokens of the document, such as 131072, 128K or 1M")
-    training = parser.add_argument_group("training")
-    training.add_argument("--lora_r", type=int, default=16, help="rank of adapters on all linear layers; default 16")
-    training.add_argument("--full", action="store_true", help="train all weights; the same as --lora_r 0")
-    training.add_argument(
-        "--torch_dtype",
-        default="auto",
-        choices=["auto", "bfloat16", "float32"],
-        help="of the weights; auto is as the config says, bfloat16 where it says nothing, and float32 where all are "
-        "trained, without DeepSpeed",
-    )
-    training.add_argument("--zero", type=int, default=0, choices=[0, 1, 2, 3], help="ZeRO stage; 0 is no DeepSpeed")
-    training.add_argument("--optimizer_offload", action="store_true", help="optimizer states in host memory")
-    settings = parser.add_argument_group("settings of oomb_accel", "as in OombConfig, with its defaults")
-    settings.add_argument("--attention", choices=["dense", "sparse"])
-    settings.add_argument("--top_k", type=int)
-    settings.add_argument("--page_budget", type=int)
-    settings.add_argument("--chunk_tokens", help='default 8192; "auto" takes the best that fits')
-    settings.add_argument("--page_tokens", type=num_tokens)
-    settings.add_argument("--page_dtype", choices=["model", "float8"])
-    settings.add_argument("--page_grad_dtype", choices=["float32", "bfloat16", "auto"])
-    settings.add_argument(
-        "--base_dtype",
-        choices=["model", "float8"],
-        help="float8 is for speed and costs memory: copies beside the weights, 12 GiB for a 7B",
-    )
-    settings.add_argument("--keep_outputs", choices=list(_SWITCH))
-    settings.add_argument("--offload", choices=list(_SWITCH))
-    settings.add_argument(
-        "--device_pages_gib", type=number(0, above=True), help="most GPU memory for pages; what is free if left out"
-    )
-    settings.add_argument(
-        "--host_memory_gib",
-        type=number(0, above=True),
-        help="most host memory that each process pins for pages; its share of the host if left out",
-    )
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--gpu", default="h200", help=f"one of {', '.join(GPUS)}; default h200")
-    machine.add_argument("--gpus", type=int, default=1, help="of one host, each with a document of its own")
-    machine.add_argument("--gpu_gib", type=number(0, above=True), help="memory of a GPU that is not in the list")
-    machine.add_argument("--tflops", type=number(0, above=True), help="its peak of bf16 matrix products")
-    machine.add_argument(
-        "--host_gib", type=number(0), default=128, help="memory of the host, for all GPUs; default 128"
-    )
-    machine.add_argument("--price", type=number(0), help="of one GPU for an hour, for the cost")
-    machine.add_argument(
-        "--distinct",
-        metavar="SHARE|RUN",
-        help="distinct pages that a chunk's lists name, as a share of the most they could; or the output_dir of a run "
-        "on such text, which has logged it. If left out, what lists at random come to: more than on real text",
-    )
-    parser.add_argument("--json", action="store_true", help="everything as JSON; bytes and seconds")
-    return parser

@@ -1,12 +1,35 @@
-"""What ``oomb estimate`` takes from a run or from another GPU, and says so."""
+"""What ``oomb estimate`` takes from the environment, a run or another GPU, and says so."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Collection
 from pathlib import Path
 
+from oomb_accel.config import OombConfig, plain_value
 from oomb_accel.plan import Job, gpu_named
 from oomb_accel.plan.sizes import GIB
+from oomb_accel.sources import surroundings
+
+
+def around() -> dict[str, str]:
+    """Settings of the environment, and the place of each: a variable, or the preset that ``OOMB_CONFIG`` names."""
+    sources = reversed(surroundings(os.environ))  # a variable counts more than the preset
+    return {name: source.place_of(name) for source in sources for name in source.values}
+
+
+def from_around(config: OombConfig, typed: Collection[str]) -> tuple[str, ...]:
+    """Settings that hold because the environment has them.
+
+    Args:
+        typed: names of options, which count more.
+    """
+    return tuple(
+        f"{name}={plain_value(getattr(config, name))} ({place})"
+        for name, place in around().items()
+        if name not in typed
+    )
 
 
 def distinct_share(text: str | None) -> tuple[str | None, float | None]:
@@ -46,7 +69,9 @@ def as_of_another_gpu(options: argparse.Namespace, job: Job) -> tuple[str, ...]:
         return ()
     taken = {"gpu_gib": job.gpu.memory_bytes / GIB, "tflops": job.gpu.flops_per_second / 1e12}
     same = [
-        f"{name}={taken[name]:,.4g} as of the {base}: --{name} says another" for name in asked if asked[name] is None
+        f"{name}={taken[name]:,.4g} as of the {base}: give --{name} for this GPU's own"
+        for name in asked
+        if asked[name] is None
     ]
     if "float8" in (job.page_dtype, job.base_dtype):
         same.append(f"8-bit floats as of the {base}: GPUs older than Ada have none, and refuse them")

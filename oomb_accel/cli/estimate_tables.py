@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from oomb_accel.columns import folded
-from oomb_accel.plan import Estimate, Job, Suggestion, estimate
+from oomb_accel.plan import Estimate, Job, Suggestion
+from oomb_accel.plan.fit import estimate_that_fits
+from oomb_accel.plan.gpus import H200
 from oomb_accel.plan.sizes import GIB
 
 _WIDTH = 34
@@ -23,7 +25,7 @@ def estimate_report(
     changed: Suggestion | None = None,
     near: str = "",
 ) -> str:
-    """Memory, traffic, time, cost, and what to change.
+    """Memory, traffic, time, cost, and what to change. Of a step that does not fit: what it would take in memory.
 
     Args:
         longest: tokens of the longest document that fits; None where it was not looked for.
@@ -34,22 +36,39 @@ def estimate_report(
             or there is none.
         near: what comes nearest where nothing makes the job fit.
     """
-    job, memory, time = found.job, found.memory, found.time
-    available = job.gpu.memory_bytes
+    job, memory = found.job, found.needed()
+    process = "the process" if job.num_gpus == 1 else "each process"
+    on_gpu, on_host = "GPU memory", f"Host memory of {process}"
+    if not found.fits:
+        on_gpu, on_host = "GPU memory that it would take", f"Host memory that {process} would take"
+    shows_most = found.fits and memory.plan.offloads
     lines = [
         *_head(job),
+        *([] if found.fits else [f"does not fit: {found.refusal.splitlines()[0]}"]),
         *(f"chosen: {reason}" for reason in reasons),
         "",
-        f"GPU memory, GiB of {available / GIB:,.1f}",
+        f"{on_gpu}, GiB of {job.gpu.memory_bytes / GIB:,.1f}",
         *_table(memory.device, GIB),
         _row("all", memory.device_bytes / GIB),
         _row("of that torch counts", memory.peak_bytes / GIB),
         "",
-        f"Host memory of {'the' if job.num_gpus == 1 else 'each'} process, GiB",
+        f"{on_host}, GiB",
         *_table({f"{name}, pinned": size for name, size in memory.pinned.items()} | memory.pageable, GIB),
         _row("all", memory.host_bytes / GIB),
-        *([_row("and up to, where there is room", memory.host_most_bytes / GIB)] if memory.plan.offloads else []),
+        *([_row("and up to, where there is room", memory.host_most_bytes / GIB)] if shows_most else []),
         "",
+        *(_time(found, price) if found.fits else ["Time of a step: does not fit"]),
+        "",
+        *_verdict(found, longest, changes, changed, near),
+        "",
+        *_notes(found, longest),
+    ]
+    return folded("\n".join(lines))
+
+
+def _time(found: Estimate, price: float | None) -> list[str]:
+    time = found.time
+    lines = [
         "Time of a step, s",
         *_table(time.parts, 1),
         _row("all", time.seconds),
@@ -59,8 +78,7 @@ def estimate_report(
     ]
     if price is not None:
         lines.append(f"  {'cost of a million tokens':<{_WIDTH}}{found.cost_per_million_tokens(price):>11,.3f}")
-    lines += ["", *_verdict(found, longest, changes, changed, near), "", *_notes(found, longest)]
-    return folded("\n".join(lines))
+    return lines
 
 
 def _head(job: Job) -> list[str]:
@@ -119,18 +137,24 @@ def _change(suggestion: Suggestion) -> list[str]:
     return [f"  {suggestion.change:<{_WIDTH}} {figures}"] if beside else [f"  {suggestion.change}", f"{'':37}{figures}"]
 
 
+def _rates(found: Estimate) -> str:
+    if not found.is_scaled:
+        return "Rates were measured on H200s (docs/benchmarks.md), with Liger's kernels."
+    gpu = found.job.gpu
+    same = replace(gpu, name=H200.name, memory_bytes=H200.memory_bytes, compute_capability=H200.compute_capability)
+    rates = "those of an H200" if same == H200 else "scaled from an H200's by the makers' peaks"
+    return f"Rates are {rates}: not measured on the {gpu.name}."
+
+
 def _notes(found: Estimate, longest: int | None) -> list[str]:
     job = found.job
-    notes = [
-        f"Rates are scaled from an H200's to the peaks of this GPU ({job.gpu.name}): not measured on it."
-        if found.is_scaled
-        else "Rates were measured on H200s (docs/benchmarks.md), with Liger's kernels."
-    ]
+    notes = [_rates(found)]
     if job.attention == "sparse" and job.distinct is None and found.memory.plan.offloads:
-        text = estimate(replace(job, distinct=_DISTINCT_OF_TEXT)).time.seconds
+        on_text = estimate_that_fits(replace(job, distinct=_DISTINCT_OF_TEXT))
+        takes = "does not fit either" if on_text is None else f"takes {on_text.time.seconds:,.0f} s"
         notes.append(
             "Page lists are taken as random, which is the worst case. Where they concentrate as on source code "
-            f"(--distinct {_DISTINCT_OF_TEXT}), a step takes {text:,.0f} s. A run on your text logs its own share: "
+            f"(--distinct {_DISTINCT_OF_TEXT}), a step {takes}. A run on your text logs its own share: "
             "--distinct OUTPUT_DIR."
         )
     if job.lora_r and not job.adapters.plain:

@@ -91,7 +91,8 @@ def _split(arguments: list[str]) -> tuple[list[tuple[str, str]], bool, list[str]
         name = flag.lstrip("-").replace("-", "_")
         known = ["oomb_config", *(f"oomb.{setting}" for setting in setting_names())]
         if name not in known:
-            raise ValueError(unknown_message("option", flag, [f"--{item}" for item in known], "on the command line"))
+            names = ["--json", *(f"--{item}" for item in known)]
+            raise ValueError(unknown_message("option", flag, names, "on the command line"))
         if not equals:
             if not arguments:
                 raise ValueError(

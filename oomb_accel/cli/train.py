@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import difflib
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from oomb_accel.cli.options import check_recipe_is_first
 from oomb_accel.columns import folded
-from oomb_accel.config import OombConfig
+from oomb_accel.config import OombConfig, unknown_message
 from oomb_accel.reading import shown
 
 if TYPE_CHECKING:
@@ -95,11 +96,14 @@ class Switches:
     gpus: int | None = None
 
 
+_SWITCHES = ("resume", "dry_run", "json", "gpu", "gpus")
+
+
 def _split(words: Sequence[str]) -> tuple[Switches, list[str]]:
     """Switches, and the options that are settings.
 
     Raises:
-        ValueError: a switch without its value, or with one that is not allowed.
+        ValueError: a switch that is misspelt, without its value, or with one that is not allowed.
     """
     switches, settings, left = Switches(), [], list(words)
     while left:
@@ -107,7 +111,8 @@ def _split(words: Sequence[str]) -> tuple[Switches, list[str]]:
         flag, equals, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         has_value = bool(equals) or bool(left and not left[0].startswith("--"))
-        if not flag.startswith("--") or name not in ("resume", "dry_run", "json", "gpu", "gpus"):
+        if not flag.startswith("--") or name not in _SWITCHES:
+            _check_is_no_switch(flag, name)
             settings.append(word)
             if flag.startswith("--") and has_value and not equals:
                 settings.append(left.pop(0))  # a value is no switch, whatever it looks like
@@ -131,6 +136,20 @@ def _split(words: Sequence[str]) -> tuple[Switches, list[str]]:
             "  Add --dry_run; to train on several GPUs: accelerate launch -m oomb_accel train RECIPE.yaml"
         )
     return switches, settings
+
+
+def _check_is_no_switch(flag: str, name: str) -> None:
+    """Refuse a misspelt switch, which would be taken for a setting that lacks its value."""
+    from oomb_accel.training.other_names import OTHER_NAMES
+    from oomb_accel.training.recipe import Recipe
+
+    settings = [field.name for field in dataclasses.fields(Recipe)]
+    if not flag.startswith("--") or "." in name or name in settings or name in OTHER_NAMES:
+        return
+    near = difflib.get_close_matches(name[:100].lower(), [*settings, *_SWITCHES], n=1)
+    if near and near[0] in _SWITCHES:
+        known = [f"--{known}" for known in (*settings, *_SWITCHES)]
+        raise ValueError(unknown_message("option", flag, known, "on the command line", nearest=f"--{near[0]}"))
 
 
 def _example(name: str) -> str:

@@ -28,11 +28,13 @@ def plan_text(plan: TrainingPlan) -> str:
     ]
     if plan.steps_done:
         lines.append(f"        goes on behind step {plan.steps_done}: {plan.steps_left} steps are left")
-    if plan.cost is None or plan.seconds is None:
+    if plan.cost is None:
         return "\n".join([*lines, "", "There is no estimate: chunk recurrence is off (oomb.enabled: false)."])
     cost = plan.cost
     lines += [
-        f"time    about {_time(plan.seconds)} ({_time(cost.step_seconds)} for the mean step), "
+        "time    none: a step with the longest stream does not fit"
+        if plan.seconds is None
+        else f"time    about {_time(plan.seconds)} ({_time(cost.step_seconds)} for the mean step), "
         "without loading and saving",
         "",
         "A step with the longest stream:",

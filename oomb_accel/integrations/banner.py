@@ -14,7 +14,7 @@ from oomb_accel.integrations.attachment import Attachment, attachment_of
 from oomb_accel.integrations.float8_base import Float8Base
 from oomb_accel.integrations.rope import describe_rope
 from oomb_accel.integrations.support import compute_dtype, whole_numel
-from oomb_accel.progress import GIB
+from oomb_accel.plan.sizes import size_text
 from oomb_kernels import AttentionCall, choose_backend
 
 logger = logging.getLogger("oomb_accel")
@@ -86,7 +86,7 @@ def _gradients(state: Attachment) -> list[str]:
     return [
         f"gradients  deferred to the last chunk, because ZeRO 3 holds parameters in parts; {ranks} agree on the number "
         "of chunks before every call",
-        f"gathering  {gathered / GIB:.2f} GiB of parameters three times per chunk of {state.chunk_tokens:,} "
+        f"gathering  {size_text(gathered)} of parameters three times per chunk of {state.chunk_tokens:,} "
         "tokens, overlapped by DeepSpeed's prefetch; larger chunks gather less often, ZeRO 2 never",
     ]
 
@@ -94,9 +94,9 @@ def _gradients(state: Attachment) -> list[str]:
 def _float8_base(float8: Float8Base, base: PreTrainedModel) -> str:
     """How many layers run in 8 bits, and what that takes."""
     able = float8.able_layers()
-    copies = 2 * sum(layer.weight.numel() for layer in able) / GIB
+    copies = 2 * sum(layer.weight.numel() for layer in able)
     simulated = "" if next(base.parameters()).is_cuda else "; simulated, which is slow"
-    return f"{len(able)} of {len(float8.layers)} linear layers in float8, {copies:.2f} GiB of copies{simulated}"
+    return f"{len(able)} of {len(float8.layers)} linear layers in float8, {size_text(copies)} of copies{simulated}"
 
 
 def _selection(state: Attachment) -> str:

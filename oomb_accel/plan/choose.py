@@ -7,7 +7,7 @@ from typing import Literal
 
 from oomb_accel.plan.fit import CHUNKS, Estimate, estimate
 from oomb_accel.plan.job import Job
-from oomb_accel.plan.sizes import GIB
+from oomb_accel.plan.sizes import size_text
 
 _MEASURED = (8192, 4096)
 """Chunks whose time was measured. Smaller ones run slower than the estimate says."""
@@ -100,12 +100,13 @@ def _why_chunk(chosen: Estimate) -> str:
     if before.fits:
         share = 1 - chosen.time.seconds / before.time.seconds
         return f"{why}: by the estimate {share:.0%} faster than {larger[-1]}"
-    return f"{why}: with {larger[-1]} {before.refusal.splitlines()[1].strip().rstrip('.')}"
+    what, measured, _ = before.refusal.splitlines()
+    return f"{why}: {larger[-1]} does not fit. {what} {measured.strip()}"
 
 
 def _why_storage(chosen: Estimate, wide: Estimate) -> str:
     pages = wide.memory.pages
-    size = f"{(pages.value_bytes + pages.gradient_bytes) / GIB:,.3g} GiB"
+    size = size_text(pages.value_bytes + pages.gradient_bytes)
     why = f"page_grad_dtype={chosen.job.page_grad_dtype} for {wide.job.tokens:,} tokens"
     if chosen is wide:
         return f"{why}: all pages, {size}, fit on the device"

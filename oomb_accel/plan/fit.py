@@ -10,7 +10,7 @@ from oomb_accel.plan.gpus import H200
 from oomb_accel.plan.job import Job
 from oomb_accel.plan.memory import Memory, estimate_memory
 from oomb_accel.plan.pools import Remedy
-from oomb_accel.plan.sizes import GIB, host_margin
+from oomb_accel.plan.sizes import host_margin, size_text
 from oomb_accel.plan.timing import StepTime, estimate_time
 
 LONGEST = 1 << 24
@@ -44,18 +44,25 @@ class Estimate:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether rates were scaled from another GPU."""
-        return self.job.gpu != H200
+        """Whether rates were scaled from another GPU. How much memory a machine's own reports is no rate."""
+        return replace(self.job.gpu, memory_bytes=H200.memory_bytes) != H200
 
     def cost_per_million_tokens(self, price_per_gpu_hour: float) -> float:
         """In the currency of the price."""
         return price_per_gpu_hour / 3600 / self.tokens_per_second * 1e6
 
+    def needed(self) -> Memory:
+        """Memory to show: of a step that fits as it is; of one that does not, what it cannot do without, and so no
+        outputs that would be kept where there is room."""
+        if self.fits or self.job.keep_outputs is True:
+            return self.memory
+        return estimate_memory(replace(self.job, keep_outputs=False))
+
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; bytes and seconds."""
-        memory, time = self.memory, self.time
+        """Plain values for JSON; bytes and seconds. Of a step that does not fit there is no time and no traffic."""
+        memory, time, fits = self.needed(), self.time, self.fits
         return {
-            "fits": self.fits,
+            "fits": fits,
             "refusal": self.refusal,
             "tokens": self.job.tokens,
             "chunk_tokens": self.job.chunk_tokens,
@@ -69,10 +76,10 @@ class Estimate:
             "kept_mlp_chunks": len(memory.kept.mlp.chunks),
             "kept_o_proj_chunks": len(memory.kept.o_proj.chunks),
             "kept_head_chunks": len(memory.kept.head.chunks),
-            "seconds": time.parts | {"total": time.seconds},
-            "up_bytes": round(time.up_bytes),
-            "down_bytes": round(time.down_bytes),
-            "tokens_per_second": self.tokens_per_second,
+            "seconds": time.parts | {"total": time.seconds} if fits else None,
+            "up_bytes": round(time.up_bytes) if fits else None,
+            "down_bytes": round(time.down_bytes) if fits else None,
+            "tokens_per_second": self.tokens_per_second if fits else None,
         }
 
 
@@ -117,16 +124,16 @@ def _problem(job: Job, memory: Memory) -> tuple[str, Remedy] | None:
     if standing > job.gpu.memory_bytes:
         return (
             "The model does not fit on the GPU.\n"
-            f"  Weights, gradients and optimizer take {standing / GIB:,.1f} GiB, the GPU has "
-            f"{job.gpu.memory_bytes / GIB:,.1f} GiB."
+            f"  Weights, gradients and optimizer take {size_text(standing)}, the GPU has "
+            f"{size_text(job.gpu.memory_bytes)}."
         ), _for_large_models(job)
     if of_pages is not None:
         return of_pages
     if memory.device_bytes > job.gpu.memory_bytes:
         return (
             "The step does not fit on the GPU.\n"
-            f"  It takes {memory.device_bytes / GIB:,.1f} GiB of {job.gpu.memory_bytes / GIB:,.1f} GiB, "
-            f"{memory.device['kept attention outputs'] / GIB:,.1f} GiB of them kept attention outputs."
+            f"  It takes {size_text(memory.device_bytes)} of {size_text(job.gpu.memory_bytes)}, "
+            f"{size_text(memory.device['kept attention outputs'])} of them kept attention outputs."
         ), Remedy("keep_outputs='auto'", {"keep_outputs": "auto"}, "which keeps what fits")
     budget = job.host_bytes - host_margin(job.host_bytes)
     if memory.host_bytes * job.num_gpus > budget:
@@ -134,15 +141,15 @@ def _problem(job: Job, memory: Memory) -> tuple[str, Remedy] | None:
         smaller = "Keep the optimizer on the GPU, or take" if job.zero_offload else "Take"
         return (
             "Host memory is too small.\n"
-            f"  {memory.host_bytes * job.num_gpus / GIB:,.1f} GiB are needed by {processes}; "
-            f"{max(0, budget) / GIB:,.1f} GiB may be used."
+            f"  {size_text(memory.host_bytes * job.num_gpus)} are needed by {processes}; "
+            f"{size_text(budget)} may be used."
         ), Remedy(f"{smaller} a machine with more memory.")
     return None
 
 
 def _for_large_models(job: Job) -> Remedy:
     if job.base_dtype == "float8":
-        less = f"which takes {job.float8_bytes / GIB:,.1f} GiB less (8-bit copies come on top of the weights)"
+        less = f"which takes {size_text(job.float8_bytes)} less (8-bit copies come on top of the weights)"
         return Remedy("base_dtype='model'", {"base_dtype": "model"}, less)
     if not job.lora_r:
         return Remedy("Train adapters (lora_r: 16), put the optimizer on the host (ZeRO 2 or 3), or take more GPUs.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from oomb_accel.config import unknown_message
 from oomb_accel.plan.sizes import GIB
+from oomb_accel.reading import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,12 @@ GPUS = {
 }
 
 
+_GIB_OF_GB = 0.98
+"""What a driver leaves of the size in a GPU's name, at least."""
+_SOME_GIB = 48
+"""For an example."""
+
+
 def gpu_named(name: str) -> Gpu:
     """The GPU that a user means, such as ``H100``, ``rtx 4090`` or what ``nvidia-smi`` prints.
 
@@ -67,9 +74,22 @@ def gpu_named(name: str) -> Gpu:
     for known in (key, f"rtx{key}"):
         if known in GPUS:
             return GPUS[known]
+    size = re.search(r"(?<!\d)(\d{1,3})\s?gb", name.lower())
+    gib = int(int(size[1]) * _GIB_OF_GB) if size else _SOME_GIB
+    same = GPUS["a100"] if key == "a10040gb" else gpu_of_device(name)
+    if same is not None and abs(gib * GIB - same.memory_bytes) < 2 * GIB:
+        return same
+    if same is not None:
+        short = next(known for known, gpu in GPUS.items() if gpu is same)
+        raise ValueError(
+            f"Unknown GPU {shown(name)} in --gpu.\n  It has the rates of the {same.name}, but other memory.\n"
+            f"  oomb estimate takes --gpu {short} --gpu_gib {gib} for it."
+        )
     near = next((known for known in GPUS if key.startswith(known)), None)
     what, _, remedy = unknown_message("GPU", name, list(GPUS), "in --gpu", nearest=near).splitlines()
-    raise ValueError(f"{what}\n{remedy}\n  For another one pass --gpu_gib 48 --tflops 300, from its data sheet.")
+    raise ValueError(
+        f"{what}\n{remedy}\n  For another one oomb estimate takes --gpu_gib {gib} --tflops 300, from its data sheet."
+    )
 
 
 _SAME_CHIP = {
@@ -95,7 +115,7 @@ def other_gpu(gib: float, tflops: float | None, base: Gpu) -> Gpu:
     flops = base.flops_per_second if tflops is None else tflops * 1e12
     scale = flops / base.flops_per_second
     return Gpu(
-        "this GPU",
+        f"GPU with {gib:.4g} GiB and {flops / 1e12:.4g} TFLOP/s",
         int(gib * GIB),
         flops,
         base.memory_bytes_per_second * scale,

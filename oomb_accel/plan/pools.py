@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from oomb_accel.plan.pages import PageDemand
-from oomb_accel.plan.sizes import GIB
+from oomb_accel.plan.sizes import GIB, size_text
 
 _LEAST_GRADIENT_SHARE = 0.25
 """Of the device memory for pages, where values do not fit as a whole."""
@@ -185,8 +185,8 @@ def _without_offload(demand: PageDemand, room: int, host_budget_bytes: int) -> t
     whole = demand.value_bytes + demand.gradient_bytes
     what = (
         "The pages of this document do not fit on the GPU.\n"
-        f"  They take {_gib(whole)} ({_gib(demand.value_bytes)} of K and V, {_gib(demand.gradient_bytes)} of "
-        f"gradients); {_gib(max(0, room))} are free beside one chunk."
+        f"  They take {size_text(whole)} ({size_text(demand.value_bytes)} of K and V, "
+        f"{size_text(demand.gradient_bytes)} of gradients); {size_text(room)} are free beside one chunk."
     )
     enough = _has_room(demand, room, host_budget_bytes)
     return what, Remedy("offload='auto'", {"offload": "auto"}, "which keeps the rest in host memory", enough)
@@ -233,10 +233,11 @@ def _too_small(
         "attention outputs": outputs_bytes,
         "page lists and scales": demand.resident_bytes,
     }
-    beside = " and ".join(f"{_gib(num_bytes)} of {what}" for what, num_bytes in others.items() if num_bytes)
+    beside = " and ".join(f"{size_text(num_bytes)} of {what}" for what, num_bytes in others.items() if num_bytes)
+    free = f"{size_text(room)} are free" if room > 0 else "nothing is free"
     return (
         "The GPU has no room for one chunk and the pages that it needs at once.\n"
-        f"  These pages take {_gib(least)}; {_gib(max(0, room))} are free beside {beside}."
+        f"  These pages take {size_text(least)}; {free} beside {beside}."
     ), remedy
 
 
@@ -273,7 +274,7 @@ def _smaller_chunk(
                 return _with_chunk(tokens, change)
     pages = smaller[0][1] if smaller else demand
     lacks = _divide(pages, room_with(largest))[-1] - host_budget_bytes
-    short = f"host memory, of which {_gib(host_budget_bytes)} may be used, stays short by {_gib(lacks)}"
+    short = f"host memory, of which {size_text(host_budget_bytes)} may be used, stays short by {size_text(lacks)}"
     return replace(_with_chunk(largest, smaller[0][0] if smaller else None), enough=False, short=short)
 
 
@@ -287,9 +288,9 @@ def _with_chunk(tokens: int, change: Remedy | None) -> Remedy:
 def _too_little_host(demand: PageDemand, must: int, budget: int, room: int) -> tuple[str, Remedy]:
     what = (
         "Host memory is too small for the pages of this document.\n"
-        f"  {_gib(must)} are needed beside {_gib(room)} on the GPU; {_gib(budget)} may be used."
+        f"  {size_text(must)} are needed beside {size_text(room)} on the GPU; {size_text(budget)} may be used."
     )
-    short = f"host memory is short by {_gib(must - budget)}"
+    short = f"host memory is short by {size_text(must - budget)}"
     smaller = list(_halvings(demand))
     for change, pages in smaller:
         if _has_room(pages, room, budget):
@@ -333,7 +334,3 @@ def _halvings(demand: PageDemand) -> Iterator[tuple[Remedy, PageDemand]]:
                 most_dense_bytes=min(most_dense, (most_dense + demand.most_dense_gradient_bytes) // 2),
             ),
         )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:,.1f} GiB"

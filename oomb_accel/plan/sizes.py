@@ -8,6 +8,8 @@ GIB = 1024**3
 _MOST_MARGIN_BYTES = 4 * GIB
 _MARGIN_SHARE = 16
 
+_MIB = 1024**2
+
 LARGEST_SLAB_BYTES = GIB
 _SMALLEST_SLAB_BYTES = 2 << 20
 _LEAST_SLABS = 8
@@ -143,3 +145,12 @@ def page_backward_bytes(
     longest = max(8, top_k // 4, 2 * entries // (_PARTIAL_SUMS_BYTES // partial_bytes))
     partials = 2 * entries // (longest + 1)
     return heads_at_once * of_a_head + partials * partial_bytes + 8 * num_heads * num_blocks * q_block
+
+
+def size_text(num_bytes: int) -> str:
+    """A size for messages: GiB with one decimal, whole MiB where that would be hardly a digit; nothing is ``0 GiB``."""
+    if num_bytes <= 0:
+        return "0 GiB"
+    if num_bytes < _MIB:
+        return "less than 1 MiB"
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / _MIB:,.0f} MiB"

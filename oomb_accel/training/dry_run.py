@@ -33,7 +33,7 @@ from oomb_accel.plan import (
     suggestions,
 )
 from oomb_accel.plan.fit import CHUNKS
-from oomb_accel.plan.gpus import H200, other_gpu
+from oomb_accel.plan.gpus import H200
 from oomb_accel.plan.sizes import GIB
 from oomb_accel.sampler import LengthBalancedSampler, Step, tokens_of
 from oomb_accel.sources import gather, resolve
@@ -113,8 +113,8 @@ class TrainingPlan:
 
     @property
     def seconds(self) -> float | None:
-        """Of the steps that are left."""
-        return None if self.cost is None else self.cost.step_seconds * self.steps_left
+        """Of the steps that are left; None where there is no estimate, or the longest of them does not fit."""
+        return None if self.cost is None or not self.fits else self.cost.step_seconds * self.steps_left
 
     @property
     def fits(self) -> bool:
@@ -237,7 +237,7 @@ def find_machine(gpu: str | None, num_gpus: int, plugin: DeepSpeedPlugin | None,
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         known = gpu_of_device(properties.name)
         capability = (properties.major, properties.minor)
-        found = known or other_gpu(1, None, H200)
+        found = known or replace(H200, name=properties.name)
         found = replace(found, memory_bytes=properties.total_memory, compute_capability=capability)
         note = f"estimated for this machine's {properties.name}"
         note += "" if known else ", whose rates are not known: times are those of an H200"

@@ -11,6 +11,7 @@ import torch
 
 import oomb_accel
 from oomb_accel.integrations.support import whole_numel
+from oomb_accel.plan.sizes import size_text
 from oomb_accel.progress import GIB
 from oomb_accel.training.launch import strategy, zero_stage
 from oomb_accel.training.run import Run
@@ -70,7 +71,7 @@ def header(run: Run) -> str:
 
 
 def step_line(row: dict[str, Any], num_steps: int) -> str:
-    gpu = "" if row["peak_gpu_gib"] is None else f" | GPU peak {row['peak_gpu_gib']:.1f} GiB"
+    gpu = "" if row["peak_gpu_gib"] is None else f" | GPU peak {size_text(round(row['peak_gpu_gib'] * GIB))}"
     mfu = "" if row.get("mfu") is None else f" | {row['mfu']:.1%} MFU"
     return (
         f"step {row['step']}/{num_steps} | loss {row['loss']:.4f} | lr {row['learning_rate']:.2e} | "
@@ -102,7 +103,7 @@ def closing(run: Run) -> str:
             f"loss on the last {recipe.eval_last_tokens} tokens: "
             f"{summary.last_tokens_loss_before:.4f} -> {summary.last_tokens_loss_after:.4f}"
         )
-    gpu = "" if summary.peak_gpu_gib is None else f"GPU {summary.peak_gpu_gib:.1f} GiB, "
+    gpu = "" if summary.peak_gpu_gib is None else f"GPU {size_text(round(summary.peak_gpu_gib * GIB))}, "
     lines.append(f"peak memory: {gpu}host {summary.peak_host_gib:.2f} GiB since the start, loading included")
     if run.memory is not None:
         lines += [f"  {row}" for row in run.memory.table().splitlines()]

@@ -1,4 +1,4 @@
-"""What the packages say when they raise: first lines of messages, read from the source by ``ast``."""
+"""What the packages say when they raise or warn: first lines of messages, read from the source by ``ast``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _NOT_FOR_USERS = (
 def first_lines(root: Path = ROOT) -> dict[str, str]:
     """The first line of each message, and a file and line where it is raised.
 
-    Found are calls of classes called ``...Error`` with a text among their arguments. A text that a function makes is
-    looked up in that function, by its name; one that is handed on from another error (``str(error)``) is found there.
+    Found are calls of ``warnings.warn``, and of classes called ``...Error`` with a text among their arguments. A text
+    that a function makes is looked up in that function, by its name; one that is handed on from another error
+    (``str(error)``) is found there.
     """
     trees = {
         path: ast.parse(path.read_text(encoding="utf-8"))
@@ -36,7 +37,7 @@ def first_lines(root: Path = ROOT) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, tree in trees.items():
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not _is_error(node.func):
+            if not isinstance(node, ast.Call) or not (_is_error(node.func) or _is_warning(node.func)):
                 continue
             for text in (text for argument in node.args for text in _texts(argument, functions)):
                 line = _first_line(text)
@@ -50,6 +51,10 @@ def _is_error(called: ast.expr) -> bool:
     return name.endswith("Error") and name not in _NOT_FOR_USERS
 
 
+def _is_warning(called: ast.expr) -> bool:
+    return isinstance(called, ast.Attribute) and ast.unparse(called) == "warnings.warn"
+
+
 def _texts(node: ast.expr, functions: dict[str, list[ast.FunctionDef]]) -> Iterator[str]:
     """The texts that an expression may have, with gaps."""
     template = _template(node)
@@ -58,15 +63,22 @@ def _texts(node: ast.expr, functions: dict[str, list[ast.FunctionDef]]) -> Itera
     elif isinstance(node, ast.IfExp):
         yield from _texts(node.body, functions)
         yield from _texts(node.orelse, functions)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):  # text.replace(...)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):  # text.replace(...), self.text(...)
         yield from _texts(node.func.value, functions)
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "self":
+            yield from _texts_of(node.func.attr, functions)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "refusal":
         yield from (f"{title}." for title in _texts(node.args[0], functions))
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        for function in functions.get(node.func.id, []):
-            for made in ast.walk(function):
-                if isinstance(made, ast.Return) and made.value is not None:
-                    yield from _texts(made.value, {})
+        yield from _texts_of(node.func.id, functions)
+
+
+def _texts_of(name: str, functions: dict[str, list[ast.FunctionDef]]) -> Iterator[str]:
+    """What functions of this name return."""
+    for function in functions.get(name, []):
+        for made in ast.walk(function):
+            if isinstance(made, ast.Return) and made.value is not None:
+                yield from _texts(made.value, {})
 
 
 def _template(node: ast.expr) -> str | None:

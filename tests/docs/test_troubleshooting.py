@@ -40,6 +40,11 @@ def test_messages_are_collected(tmp_path: Path) -> None:
         "    try: pass\n"
         "    except OSError as error: raise ValueError(str(error)) from None\n"
         "    return OwnError(3, 'Returned.')\n"
+        "class Own:\n"
+        "    def text(self): return 'Warned.\\n  More.'\n"
+        "    def warn(self):\n"
+        "        warnings.warn(self.text(), RuntimeWarning, stacklevel=2)\n"
+        "        self.tell('Not said.')\n"
     )
-    expected = {"... is ....", "Made for ....", "In ...", "One", "Other", "Returned."}
+    expected = {"Warned.", "... is ....", "Made for ....", "In ...", "One", "Other", "Returned."}
     assert set(first_lines(tmp_path)) == expected

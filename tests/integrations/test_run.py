@@ -246,6 +246,7 @@ def test_without_settings_the_defaults_hold(script: str, tmp_path: Path) -> None
     [
         (["--oomb.chunk_token", "16"], "Did you mean '--oomb.chunk_tokens'"),
         (["--oomb_conf", "x"], "Did you mean '--oomb_config'"),
+        (["--jsn"], "Did you mean '--json'"),
         (["--oomb.chunk_tokens", "many"], "In --oomb.chunk_tokens: chunk_tokens has a value that is not allowed."),
         (["--oomb.page-tokens", "many"], "In --oomb.page_tokens: "),
         (["--oomb.chunk_tokens", "64"], "In --oomb.chunk_tokens: A chunk must"),

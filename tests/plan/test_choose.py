@@ -78,11 +78,14 @@ def test_reasons_say_what_and_why() -> None:
     chunk, storage = choose(job(M, keep_outputs=False), chunk_tokens=True, page_grad_dtype=True).reasons
     assert chunk.startswith("chunk_tokens=8192 for 1,048,576 tokens: the usual one")
     assert storage == (
-        "page_grad_dtype=bfloat16 for 1,048,576 tokens: with float32, pages of 167 GiB do not fit on the device "
+        "page_grad_dtype=bfloat16 for 1,048,576 tokens: with float32, pages of 166.7 GiB do not fit on the device "
         "beside a usual chunk"
     )
     (tight,) = choose(job(M // 16, found=found(15, 20)), chunk_tokens=True, page_grad_dtype=False).reasons
-    assert "chunk_tokens=2048 for 65,536 tokens: with 4096 " in tight and "GiB" in tight
+    assert tight.startswith(
+        "chunk_tokens=2048 for 65,536 tokens: 4096 does not fit. The GPU has no room for one chunk "
+    )
+    assert " at once. These pages take " in tight and "GiB" in tight and tight.endswith(".")
     (none,) = choose(job(M // 16, found=found(1)), chunk_tokens=True, page_grad_dtype=False).reasons
     assert none == "chunk_tokens=512 for 65,536 tokens: none fits by the estimate"
 

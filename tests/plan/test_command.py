@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from oomb_accel.cli import main
 from oomb_accel.cli.estimate import token_count
 from oomb_accel.plan.known import KNOWN
 from oomb_accel.plan.sizes import GIB
+from tests.docs.messages import ROOT
 
 
 def run(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str]:
@@ -53,6 +55,60 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 1
     assert "It does not fit. Host memory is too small" in text
     assert "Any line of these makes it fit:" in text and "page_dtype: float8" in text
+
+
+REFUSED = (
+    "qwen2.5-7b --length 2M --attention sparse --page_grad_dtype bfloat16",
+    "qwen2.5-7b --length 64K --zero 2 --optimizer_offload --full --host_gib 32",
+    "qwen2.5-7b --length 512K --keep_outputs true",
+    "qwen2.5-72b --length 64K --gpus 2 --zero 3",
+    "qwen2.5-72b --length 8K --gpu rtx3090",
+)
+"""For want of host memory, for pages and for the optimizer, and of GPU memory, for outputs, a chunk and the model."""
+_NO_STEP = ("seconds", "tokens_per_second", "up_bytes", "down_bytes", "cost_per_million_tokens")
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_refused_plan_does_not_look_like_one_that_fits(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    """No time, no traffic, no cost: there is no such step. Said above the tables, not below them alone."""
+    code, text = run(capsys, f"{words} --price 3.5")
+    verdict = " ".join(text.partition("It does not fit. ")[2].split())
+    tables = text.partition("It does not fit. ")[0]
+    first = next(line for line in tables.splitlines() if line.startswith("does not fit: "))
+    assert code == 1 and verdict.startswith(first.removeprefix("does not fit: "))
+    assert tables.index(first) < tables.index("GPU memory")
+    for what in (
+        "GPU memory that it would take, GiB of ",
+        "process would take, GiB\n",
+        "Time of a step: does not fit\n",
+    ):
+        assert what in tables, tables
+    for part in ("linear layers", "tokens per second", "over PCIe", "cost", "up to", "on their way"):
+        assert part not in tables, part
+    # What is kept where there is room gives way.
+    kept = [line for line in tables.splitlines() if line.startswith("  kept")]
+    assert ["attention outputs" in line for line in kept] == [True] * ("keep_outputs true" in words)
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_refused_plan_as_json(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    found, fitting = report(capsys, f"{words} --price 3.5"), report(capsys, "qwen2.5-7b --length 8K --price 3.5")
+    assert found["fits"] is False and set(fitting) <= set(found)
+    assert all(found[name] is None and fitting[name] is not None for name in _NO_STEP)
+    device = found["device_bytes"]
+    assert device["total"] == sum(size for part, size in device.items() if part not in ("total", "available"))
+    assert all(change["seconds"]["total"] > 0 for change in found["suggestions"])
+    if "keep_outputs" not in words:
+        assert sum(size for part, size in device.items() if part.startswith("kept")) == 0
+        assert sum(number for name, number in found.items() if name.endswith("_chunks")) == 0
+
+
+def test_what_a_refused_plan_would_take_on_text_has_no_time_either(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "qwen2.5-7b --attention sparse --top_k 16 --page_grad_dtype bfloat16"
+    said = "Page lists are taken as random, which is the worst case."
+    for length, fits in (("512K --device_pages_gib 8", True), ("4M", False)):
+        text = " ".join(run(capsys, f"{words} --length {length}")[1].split())
+        assert said in text and ("(--distinct 0.15), a step takes" in text) == fits, text
 
 
 @pytest.mark.parametrize("setting", ["--device_pages_gib 4", "--host_memory_gib 8"])
@@ -145,8 +201,26 @@ def test_distinct_pages_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 def test_other_gpus_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    _, text = run(capsys, "qwen2.5-0.5b --gpu a100 --gpu_gib 40")
-    assert "GPU memory, GiB of 40.0" in text and "Rates are scaled" in text and "not measured on it" in text
+    text = " ".join(run(capsys, "qwen2.5-0.5b --gpu a100 --gpu_gib 40")[1].split())
+    assert "GPU memory, GiB of 40.0" in text and "Rates are scaled" in text and "not measured on" in text
+
+
+_SCALED = "Rates are scaled from an H200's by the makers' peaks"
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "rates"),
+    [
+        ("--gpu_gib 48 --tflops 300", "GPU with 48 GiB and 300 TFLOP/s", _SCALED),
+        ("--gpu_gib 48", "GPU with 48 GiB and 989 TFLOP/s", "Rates are those of an H200"),
+        ("--gpu a100 --gpu_gib 39.5", "GPU with 39.5 GiB and 312 TFLOP/s", _SCALED),
+        ("--gpu a100", "A100 80 GB", _SCALED),
+    ],
+)
+def test_a_gpu_is_named_once_in_a_line(capsys: pytest.CaptureFixture[str], words: str, name: str, rates: str) -> None:
+    text = " ".join(run(capsys, f"qwen2.5-0.5b {words}")[1].split())
+    assert f"1 x {name}, 128 GiB of host memory" in text and "this GPU (" not in text
+    assert f"{rates}: not measured on the {name}." in text
 
 
 def test_a_document_beyond_all_estimates_is_refused_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -248,6 +322,76 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["estimate", "--help"])
     assert stop.value.code == 0 and "usage: oomb estimate" in capsys.readouterr().out
+
+
+def test_help_says_what_holds_where_an_option_is_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "5000")
+    with pytest.raises(SystemExit):
+        main(["estimate", "--help"])
+    options = capsys.readouterr().out.split("\n  --")[1:]
+    of = {f"--{option.split()[0]}": " ".join(option.split()) for option in options}
+    known = {
+        "length": "128K",
+        "lora_r": 16,
+        "torch_dtype": "auto",
+        "gpu": "h200",
+        "gpus": 1,
+        "host_gib": 128,
+        "zero": 0,
+    }
+    config = {"attention": "dense", "top_k": 64, "chunk_tokens": 8192, "page_tokens": 128, "keep_outputs": "auto"}
+    config |= {"page_dtype": "model", "page_grad_dtype": "float32", "base_dtype": "model", "offload": "auto"}
+    for name, value in (known | config).items():
+        assert f"default {value}" in of[f"--{name}"], of[f"--{name}"]
+    for name in ("page_budget", "device_pages_gib", "host_memory_gib", "gpu_gib", "tflops", "price", "distinct"):
+        assert "left out" in of[f"--{name}"], of[f"--{name}"]
+
+
+SETTINGS = {"OOMB_CHUNK_TOKENS": "4K", "OOMB_ATTENTION": "sparse", "OOMB_TOP_K": "16", "OOMB_RECENT_PAGES": "8"}
+
+
+def test_settings_of_the_environment_hold_for_a_model_as_for_a_recipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Below the options, and said in the report."""
+    words = "qwen2.5-7b --length 256K"
+    typed = report(capsys, f"{words} --attention sparse --top_k 16 --chunk_tokens 4K")
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("page_grad_dtype: bfloat16\n")
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    found = report(capsys, words)
+    assert found["seconds"] != typed["seconds"]  # of recent pages, which are no option
+    told = ["chunk_tokens=4096 (OOMB_CHUNK_TOKENS)", "attention=sparse (OOMB_ATTENTION)", "top_k=16 (OOMB_TOP_K)"]
+    assert found["chosen"] == [*told, "recent_pages=8 (OOMB_RECENT_PAGES)"]
+    monkeypatch.delenv("OOMB_RECENT_PAGES")
+    assert report(capsys, words) == typed | {"chosen": told}
+    assert report(capsys, f"{words} --chunk-tokens=8K --attention dense")["chunk_tokens"] == 8192
+    monkeypatch.setenv("OOMB_CONFIG", str(preset))
+    _, text = run(capsys, f"{words} --chunk-tokens=8K")
+    assert f"chosen: page_grad_dtype=bfloat16 ({preset})" in " ".join(text.split()) and "OOMB_CHUNK_TOKENS" not in text
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model_name_or_path: qwen2.5-7b\nmax_length: 256K\noomb: {chunk_tokens: 8192}\n")
+    _, text = run(capsys, str(recipe))
+    assert "chunks of 4,096" in text and "chosen: chunk_tokens=4096 (OOMB_CHUNK_TOKENS)" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("OOMB_CHUNK_TOKNS", "8192", "OOMB_CHUNK_TOKENS"),
+        ("OOMB_CHUNK_TOKENS", "many", "In OOMB_CHUNK_TOKENS"),
+        ("OOMB_ENABLED", "false", "There are no chunks to estimate."),
+    ],
+)
+def test_wrong_settings_of_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    code, text = run(capsys, "qwen2.5-7b --length 8K")
+    assert code == 2 and said in text and len(text.strip().splitlines()) == 3, text
 
 
 def test_automatic_settings_are_told_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
@@ -378,7 +522,7 @@ def test_a_recipe_that_is_not_the_first_word(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--gpu_gib 48", ["tflops=989 as of the H200"]),
+        ("--gpu_gib 48", ["tflops=989 as of the H200: give --tflops for this GPU's own"]),
         ("--gpu a100 --gpu_gib 40", ["tflops=312 as of the A100 80 GB"]),
         ("--tflops 300", ["gpu_gib=139.8 as of the H200"]),
         ("--gpu_gib 48 --tflops 300 --page_dtype float8", ["8-bit floats as of the H200"]),
@@ -404,3 +548,23 @@ def test_dropout_and_dora_are_not_counted_and_it_says_so(
 ) -> None:
     text = " ".join(run(capsys, f"{recipe} {words}")[1].split())
     assert ("Adapters with dropout or DoRA are estimated as plain LoRA that PEFT runs" in text) == said, text
+
+
+@pytest.mark.parametrize(("page", "rows"), [("README.md", 2), ("docs/benchmarks.md", 3), ("docs/settings.md", 3)])
+def test_rows_with_kept_results_on_the_host_name_the_setting_that_gives_them(
+    capsys: pytest.CaptureFixture[str], page: str, rows: int
+) -> None:
+    """Half of the host, which is what "auto" gives, was enough for them on the host where they were measured only."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.findall(r"(262,144|524,288)[^\n]*?(?:\n[^\n]*?)?(\d+) GiB[^(\n]*\(`host_memory_gib=(\d+)`", text)
+    assert {(tokens, gib) for tokens, gib, _ in found} == set(_KEPT_ON_HOST[:rows])
+    for tokens, gib, setting in found:
+        words = (
+            f"--length {tokens} --attention sparse --top_k 16 --page_grad_dtype bfloat16 --host_memory_gib {setting}"
+        )
+        kept = report(capsys, f"qwen2.5-7b {words} --host_gib 251")["pinned_bytes"]["kept outputs"]
+        assert kept == pytest.approx(float(gib) * GIB, rel=0.03)
+
+
+_KEPT_ON_HOST = (("262,144", "92"), ("524,288", "112"), ("524,288", "218"))
+"""Tokens, and GiB."""

@@ -248,6 +248,8 @@ def test_figures_move_as_they_should() -> None:
     assert seconds(replace(base, keep_outputs=True, gpu=replace(base.gpu, memory_bytes=500 * GIB))) < seconds(base)
     assert seconds(replace(base, gpu=GPUS["a100"])) > 2.5 * seconds(base)
     assert estimate(base).is_scaled is False and estimate(replace(base, gpu=GPUS["a100"])).is_scaled
+    as_reported = replace(base.gpu, memory_bytes=base.gpu.memory_bytes + 4096)  # by the driver of this machine
+    assert estimate(replace(base, gpu=as_reported)).is_scaled is False
     whole = replace(base, lora_r=0, weights_dtype="float32", zero_stage=1)
     shared = estimate(replace(whole, num_gpus=4)).memory.device
     assert shared["optimizer"] == estimate(whole).memory.device["optimizer"] // 4
@@ -361,6 +363,7 @@ def test_cost_follows_from_time() -> None:
         "NVIDIA A100-SXM4-80GB",
         "h100-sxm",
         "NVIDIA GeForce RTX 4090",
+        "NVIDIA A100 80GB PCIe",
     ],
 )
 def test_gpus_by_the_names_that_people_write(name: str) -> None:
@@ -370,9 +373,26 @@ def test_gpus_by_the_names_that_people_write(name: str) -> None:
 def test_an_unknown_gpu_is_answered_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'H20'.*\n.*'h200'\?\n.*--gpu_gib"):
         gpu_named("H20")
-    for other in ("NVIDIA A100-SXM4-40GB", "H100 PCIe", "H100 NVL"):  # other memory, other rates
-        with pytest.raises(ValueError, match=rf"Unknown GPU '{other}'.*\n.*'[ah]100'\?"):
+    for other in ("H100 PCIe", "H100 NVL", "NVIDIA H200 NVL"):  # other rates
+        with pytest.raises(ValueError, match=rf"Unknown GPU '{other}'.*\n.*'h[12]00'\?\n.*--gpu_gib 48 --tflops 300"):
             gpu_named(other)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "a100-sxm4-40gb", "A100 40GB"])
+def test_a_known_chip_with_other_memory_is_answered_with_the_options_for_it(name: str) -> None:
+    """All A100s have the same peaks."""
+    with pytest.raises(ValueError) as refused:
+        gpu_named(name)
+    what, why, remedy = str(refused.value).splitlines()
+    assert what == f"Unknown GPU {name!r} in --gpu." and "A100 80 GB" in why and "--gpu a100 --gpu_gib 39" in remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"), [("Tesla V100-SXM2-32GB", 31), ("NVIDIA H100 80GB PCIe", 78), ("Tesla T4", 48), ("x 999999GB", 48)]
+)
+def test_another_gpu_is_answered_with_the_memory_in_its_name(name: str, gib: int) -> None:
+    with pytest.raises(ValueError, match=f"--gpu_gib {gib} --tflops 300"):
+        gpu_named(name)
 
 
 def test_layers_that_stay_dense() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomb_accel.plan import MemoryPlan, PageDemand, plan_memory
-from oomb_accel.plan.sizes import GIB
+from oomb_accel.plan.sizes import GIB, size_text
 
 
 def demand(values: int, gradients: int, **changes: Any) -> PageDemand:
@@ -122,7 +122,7 @@ def test_too_small_a_device_names_a_chunk_that_fits() -> None:
     assert not found.fits and found.message.splitlines()[2] == "  Set chunk_tokens=4096."
     assert plan(pages, 33 * GIB, activation_bytes=20 * GIB, chunk_tokens=4096).fits
     hopeless = plan(pages, -GIB, activation_bytes=40 * GIB)
-    assert "0.0 GiB are free" in hopeless.message and "ZeRO 3" in hopeless.message
+    assert "nothing is free beside 40.0 GiB" in hopeless.message and "ZeRO 3" in hopeless.message
     divided = plan(pages, -GIB, activation_bytes=40 * GIB, zero_stage=3)
     assert "more GPUs" in divided.message and "ZeRO 3" not in divided.message
 
@@ -173,3 +173,24 @@ def test_a_plan_never_takes_more_than_there_is(
     assert pools + found.host_bytes >= pages.living_bytes
     assert pages.least_value_bytes <= found.device_value_bytes <= pages.value_bytes
     assert pages.least_gradient_bytes <= found.device_gradient_bytes <= pages.gradient_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (-GIB, "0 GiB"),
+        (0, "0 GiB"),
+        (1000, "less than 1 MiB"),
+        (6 << 20, "6 MiB"),
+        (GIB // 10 - 1, "102 MiB"),
+        (GIB // 10, "0.1 GiB"),
+        (1234 * GIB, "1,234.0 GiB"),
+    ],
+)
+def test_small_sizes_are_no_zeros(num_bytes: int, text: str) -> None:
+    assert size_text(num_bytes) == text
+
+
+def test_a_refusal_has_no_zeros_for_small_sizes() -> None:
+    small = plan(demand(6 << 20, 12 << 20), 3 << 20, host=GIB // 64, offload=False)
+    assert "They take 18 MiB (6 MiB of K and V, 12 MiB of gradients); 3 MiB are free" in small.message

@@ -60,7 +60,14 @@ def test_switches_are_no_settings(words: list[str], settings: list[str], switche
         (["--dry_run", "--gpus", "0"], "Got '0'"),
         (["--dry_run", "--gpu"], "has no value"),
         (["--dry_run", "--gpu", "h1000"], "Did you mean"),
-        (["--dri_run", "true"], "dri_run"),
+        (["--dri_run", "true"], "Did you mean '--dry_run'?"),
+        (["--dryrun"], "Did you mean '--dry_run'?"),
+        (["--dryRun", "--data_path", "x"], "Did you mean '--dry_run'?"),
+        (["--dry"], "Did you mean '--dry_run'?"),
+        (["--resum", "x"], "Did you mean '--resume'?"),
+        (["--jsn"], "Did you mean '--json'?"),
+        (["--dry_run", "--gpu_s=2"], "Did you mean '--gpus'?"),
+        (["--lora_rr", "8"], "Did you mean '--lora_r'?"),
     ],
     ids=str,
 )
@@ -164,7 +171,10 @@ def test_a_dry_run_that_does_not_fit(
     plan = json.loads(capsys.readouterr().out)
     assert not plan["fits"] and "does not fit" in plan["estimate"]["refusal"]
     assert main(["train", str(path), "--dry_run", "--gpu", "rtx4090"]) == 1
-    assert "It does not fit. The model does not fit on the GPU." in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "It does not fit. The model does not fit on the GPU." in text
+    assert plan["seconds"] is None and plan["estimate"]["seconds"] is None
+    assert "time    none: a step with the longest stream does not fit" in text and "linear layers" not in text
 
 
 @pytest.mark.parametrize(
