@@ -170,7 +170,8 @@ MUTATIONS = (
             ("held without a bound", "while self.device_bytes > self._most_bytes:", "while False:"),
             ("in another order", "self._by_key[key].popleft()", "self._by_key[key].pop()"),
             ("gaps copied", "if size != 1 and stride != expected:", "if False:"),
-            ("never freed", "        self._stack.cut(mark)\n", ""),
+            ("used when it has given way", "result.usable and not self._host.is_lost", "result.usable"),
+            ("never freed", "        self._stack.cut(min(mark, self._stack.end))\n", ""),
         )
     ),
     Mutation(

@@ -562,7 +562,8 @@ def test_what_gives_way_is_lost_once_its_copies_are_ordered(begun: str, host: tu
     mover.synchronize()
     if begun == "taken":
         assert first is not None and first[0].tolist() == [0.0] * 20
-    chunks[1].put("a", torch.ones(3)) if begun == "sent" else None
+    if begun == "sent":
+        chunks[1].put("a", torch.ones(3))
     for chunk in reversed(chunks):
         chunk.bring(recomputes=True)
         assert all(chunk.take("a") is None for _ in range(4))

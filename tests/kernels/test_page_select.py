@@ -41,7 +41,7 @@ def expected_mass(
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             weights = torch.exp(scores - scores.max())
-            of_page = torch.stack([w.sum() for w in (weights / weights.sum()).split(parts)])
+            of_page = (weights / weights.sum()).unflatten(0, (-1, parts)).sum(1)
             mass[group, row // block_rows] += of_page * (of_page + 1e-6)
     return mass
 
