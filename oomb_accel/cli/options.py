@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from oomb_accel.config import unknown_message
+from oomb_accel.config import FORMER_VALUES, unknown_message
 from oomb_accel.reading import shown
 from oomb_accel.setting_text import value_of_text, with_unit, without_commas
 
@@ -61,7 +61,9 @@ class Parser(argparse.ArgumentParser):
         """As argparse's, with the nearest choice."""
         if action.choices is not None and value not in action.choices:
             name = action.option_strings[0] if action.option_strings else action.dest
-            raise ValueError(unknown_message("value", str(value), list(map(str, action.choices)), f"for {name}"))
+            former = FORMER_VALUES.get((action.dest, str(value).lower()))
+            choices = list(map(str, action.choices))
+            raise ValueError(unknown_message("value", str(value), choices, f"for {name}", instead=former))
 
     def _meant(self, word: str, names: list[str]) -> str | None:
         """The option that a word without dashes is near, or the only one that takes it for a value."""
