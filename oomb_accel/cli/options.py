@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from oomb_accel.config import FORMER_VALUES, unknown_message
 from oomb_accel.reading import shown
-from oomb_accel.setting_text import value_of_text, with_unit, without_commas
+from oomb_accel.setting_text import LENGTH_NAMES, value_of_text, with_unit, without_commas
 
 WITHOUT_RECIPE = {
     **{"data_split": "", "data_include": "", "folder_as": "", "data_cache": "OOMB_CACHE"},
@@ -70,6 +70,9 @@ class Parser(argparse.ArgumentParser):
         takers = [action.option_strings[0] for action in self._actions if word in (action.choices or ())]
         if len(takers) == 1:
             return f"{takers[0]} {word}"
+        length = _length_among(word, names)
+        if length is not None:
+            return length
         by_word = {name[2:]: name for name in names}
         near = difflib.get_close_matches(word[:100].replace("-", "_"), by_word, n=1)
         return by_word[near[0]] if near else None
@@ -97,7 +100,8 @@ class Parser(argparse.ArgumentParser):
                 continue
             if found is None:
                 names = [name for name, _ in known.values() if name.startswith("--")]
-                raise ValueError(unknown_message("option", flag, names, "on the command line"))
+                meant = _length_among(flag.removeprefix("--"), names)
+                raise ValueError(unknown_message("option", flag, names, "on the command line", nearest=meant))
             name, action = found
             if not equals:
                 value = words[position + 1] if action.nargs != 0 and position + 1 < len(words) else ""
@@ -108,6 +112,13 @@ class Parser(argparse.ArgumentParser):
                 )
             checked.append(name + equals + value if equals else name)
         return checked
+
+
+def _length_among(word: str, names: Sequence[str]) -> str | None:
+    """The option for the length of a document, where that is what the word is for others."""
+    if word.replace("-", "_") not in (*LENGTH_NAMES, "max_length"):
+        return None
+    return next((name for name in ("--length", "--tokens") if name in names), None)
 
 
 def is_recipe(word: str) -> bool:

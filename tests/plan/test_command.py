@@ -229,6 +229,9 @@ def test_what_is_no_length(text: str) -> None:
         ("qwen2.5-7b --full --lora_r 8", "Got --full with --lora_r 8."),
         ("qwen2.5-7b --top-k 16", "Use --attention sparse, or leave --top_k out."),
         ("qwen2.5-7b --length soon", "Write 131072, 128K or 1M"),
+        ("qwen2.5-7b --tokens 1M", "Did you mean '--length'?"),
+        ("qwen2.5-7b --max-seq-length 1M", "Did you mean '--length'?"),
+        ("qwen2.5-7b tokens 1M", "Did you mean '--length'?"),
         ("qwen2.5-7b lenght 1M", "Unknown word 'lenght' on the command line."),
         ("qwen2.5-7b lenght 1M", "Did you mean '--length'?"),
         ("qwen2.5-7b page-tokens 64", "Did you mean '--page_tokens'?"),
@@ -242,6 +245,12 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], words: str, message: str) 
     code, text = run(capsys, words)
     assert code == 2 and message in text and "Traceback" not in text
     assert len(text.strip().splitlines()) <= 3
+
+
+@pytest.mark.parametrize("command", ["verify", "bench step", "eval"])
+def test_the_length_of_other_commands(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([*command.split(), "qwen2.5-7b", "--max_length", "64K"]) == 2
+    assert "Did you mean '--tokens'?" in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
