@@ -29,15 +29,14 @@ from oomb_accel.plan import (
     settings_of,
     suggestions,
 )
-from oomb_accel.plan.fit import LONGEST
 from oomb_accel.plan.gpus import other_gpu
+from oomb_accel.plan.limits import LONGEST, check_tokens
 from oomb_accel.plan.sizes import GIB
 from oomb_accel.reading import shown
 from oomb_accel.sources import gather, resolve
 from oomb_accel.training import Recipe
 
 _SWITCH: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
-_MOST_TOKENS = 10**12
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -191,34 +190,13 @@ def _chosen(job: Job, options: argparse.Namespace) -> tuple[Job, tuple[str, ...]
     return chosen, choice.reasons
 
 
-def token_count(text: str) -> int:
+def token_count(text: str, name: str = "--length") -> int:
     """``131072``, ``131,072``, ``128K`` or ``1.5M`` as a number; K and M are 1,024 and 1,048,576.
 
     Raises:
-        ValueError: something else, or less than two.
+        ValueError: something else, less than two, or more of them than chunks are counted for.
     """
-    count = tokens_of(text)
-    if count is None or not 2 <= count <= _MOST_TOKENS:
-        raise ValueError(
-            f"{shown(text)} is no number of tokens.\n  A document has at least two tokens, and at most 10^12.\n"
-            "  Write 131072, 128K or 1M (K is 1,024, M is 1,048,576)."
-        )
-    return count
-
-
-def _length(text: str) -> int:
-    """The tokens of a document.
-
-    Raises:
-        ValueError: no number of tokens, or more of them than chunks are counted for.
-    """
-    tokens = token_count(text)
-    if tokens > LONGEST:
-        raise ValueError(
-            f"No estimate is made for documents as long as that.\n  Got {tokens:,} tokens; the most are {LONGEST:,}.\n"
-            f"  Use --length {LONGEST >> 20}M or less."
-        )
-    return tokens
+    return check_tokens(name, tokens_of(text), text)
 
 
 def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[str, Any] | None) -> Job:
@@ -226,7 +204,7 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
     gpu = gpu_named(options.gpu)
     if options.gpu_gib is not None or options.tflops is not None:
         gpu = other_gpu(options.gpu_gib or gpu.memory_bytes / GIB, options.tflops, gpu)
-    chunk_tokens = 8192 if options.chunk_tokens == "auto" else token_count(options.chunk_tokens)
+    chunk_tokens = 8192 if options.chunk_tokens == "auto" else token_count(options.chunk_tokens, "--chunk_tokens")
     _check_range(options, chunk_tokens)
     lora_r = 0 if options.full else options.lora_r
     zero_stage = options.zero or None
@@ -253,7 +231,7 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
     )
     return Job(
         model=model,
-        tokens=_length(options.length),
+        tokens=token_count(options.length),
         lora_r=lora_r,
         adapters=options.adapters,
         distinct=options.distinct,
@@ -268,6 +246,13 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
 
 
 def _check_range(options: argparse.Namespace, chunk_tokens: int) -> None:
+    least = {"top_k": 1, "page_tokens": 1, "gpus": 1, "lora_r": 0, "host_gib": 0.0, "distinct": 0.0}
+    for name, smallest in least.items():
+        value = getattr(options, name)
+        if value is not None and value < smallest:
+            raise ValueError(f"--{name} is too small.\n  Got {value}.\n  Use {smallest} or more.")
+        if isinstance(value, int) and value > LONGEST:
+            raise ValueError(f"--{name} is too large.\n  Got {shown(value)}.\n  Use {LONGEST:,} or less.")
     if chunk_tokens < options.page_tokens:
         raise ValueError(
             "A chunk must hold at least one page.\n"
@@ -279,13 +264,6 @@ def _check_range(options: argparse.Namespace, chunk_tokens: int) -> None:
             "The optimizer goes to the host under DeepSpeed only.\n"
             f"  Got --optimizer_offload with --zero {options.zero}.\n  Use --zero 2 --optimizer_offload."
         )
-    least = {"top_k": 1, "page_tokens": 1, "gpus": 1, "lora_r": 0, "host_gib": 0.0, "distinct": 0.0}
-    for name, smallest in least.items():
-        value = getattr(options, name)
-        if value is not None and value < smallest:
-            raise ValueError(f"--{name} is too small.\n  Got {value}.\n  Use {smallest} or more.")
-        if isinstance(value, int) and value > _MOST_TOKENS:
-            raise ValueError(f"--{name} is too large.\n  Got {shown(value)}.\n  Use {_MOST_TOKENS} or less.")
     if options.distinct is not None and not options.distinct <= 1:
         raise ValueError(f"--distinct is a share.\n  Got {options.distinct}.\n  Use 0.25, for example.")
     if options.page_budget is not None and options.page_budget < options.top_k:

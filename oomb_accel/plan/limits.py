@@ -6,6 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oomb_accel.plan.sizes import DTYPE_BYTES
+from oomb_accel.reading import shown
+
+LONGEST = 1 << 24
+"""Tokens of a document; no estimate looks further."""
 
 _FLOAT8_CAPABILITY = (8, 9)
 """Compute capability of Ada, the first GPUs that read numbers in e4m3."""
@@ -13,6 +17,25 @@ _ALIGNED_BYTES = 16
 """What rows must be a multiple of for the copy engine to step over them."""
 _SMALLEST_TILE = 16
 """Of a matrix product in Triton."""
+
+
+def check_tokens(name: str, tokens: int | None, given: object) -> int:
+    """The number, where it is one of tokens that a document may have.
+
+    Args:
+        name: of the setting or option.
+        tokens: None for what is no number.
+        given: what was written.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if tokens is None or not 2 <= tokens <= LONGEST:
+        raise ValueError(
+            f"{name} must be at least 2 tokens, and at most {LONGEST:,} ({LONGEST >> 20}M).\n  Got {shown(given)}.\n"
+            "  Write 131072, 128K or 1M (K is 1,024, M is 1,048,576)."
+        )
+    return tokens
 
 
 def check_float8(setting: str, gpu: str, capability: tuple[int, int]) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oomb_accel.plan.fit import CHUNKS, LONGEST, Estimate, estimate, estimate_that_fits, fits, largest_tokens
+from oomb_accel.plan.fit import CHUNKS, Estimate, estimate, estimate_that_fits, fits, largest_tokens
 from oomb_accel.plan.job import Job, are_settings_refused
+from oomb_accel.plan.limits import LONGEST
 from oomb_accel.plan.memory import estimate_memory
 from oomb_accel.plan.pools import SHORTEST_CHUNK
 from oomb_accel.plan.sizes import GIB

@@ -13,6 +13,7 @@ import pytest
 from oomb_accel.cli import main
 from oomb_accel.cli.estimate import token_count
 from oomb_accel.plan.known import KNOWN
+from oomb_accel.plan.limits import LONGEST
 from oomb_accel.plan.sizes import GIB
 
 
@@ -150,11 +151,25 @@ def test_other_gpus_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_document_beyond_all_estimates_is_refused_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, text = run(capsys, "qwen2.5-7b --length 999999999999")
-    assert code == 2 and "999,999,999,999 tokens; the most are 16,777,216" in text
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model_name_or_path: qwen2.5-7b\nmax_length: 16M\nper_device_train_batch_size: 2\n")
+    for words in ("--length 16777217", "--length 999999999999", f"--length {10**13}", f"--length {'9' * 99}"):
+        code, text = run(capsys, f"qwen2.5-7b {words}")
+        assert code == 2 and "at least 2 tokens, and at most 16,777,216 (16M)" in " ".join(text.split())
+    code, text = run(capsys, str(recipe))
+    assert code == 2 and "at most 16,777,216 (16M)" in " ".join(text.split()) and "Got '33554432'" in text
+    assert token_count("16M") == LONGEST
+
+
+def test_the_same_limit_holds_for_all_that_is_counted_in_tokens(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of chunks and pages, and in a recipe."""
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model_name_or_path: qwen2.5-7b\nmax_length: 17M\n")
-    assert run(capsys, str(recipe))[0] == 2
+    for words in ("qwen2.5-7b --chunk_tokens 17M", "qwen2.5-7b --page_tokens 17M --chunk_tokens 16M", str(recipe)):
+        code, text = run(capsys, words)
+        assert code == 2 and "16,777,216" in text and "10^12" not in text, text
 
 
 def test_weights_are_as_wide_as_in_the_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -212,7 +227,7 @@ def test_lengths(text: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "ten", "1", "-5", "1G", "1e6", "1,2,3K", "1,2,3", "1__0K", "0.3K", "1.K"])
 def test_what_is_no_length(text: str) -> None:
-    with pytest.raises(ValueError, match="is no number of tokens"):
+    with pytest.raises(ValueError, match="at least 2 tokens, and at most 16,777,216"):
         token_count(text)
 
 
