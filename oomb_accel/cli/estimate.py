@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -117,8 +117,37 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, 
             f"The recipe does not say how long documents are.\n  max_length is not set in {path}.\n"
             f"  Add --length 128K; or let oomb train {shlex.quote(path)} --dry_run read the data."
         )
+    _check_both(options, recipe, _defaults(config), _names(arguments))
     options.model = recipe.model_name_or_path
     return options, config, recipe.rope_parameters
+
+
+def _check_both(options: argparse.Namespace, recipe: Recipe, of_recipe: Mapping[str, Any], typed: set[str]) -> None:
+    """Refuse what was typed under two names with different values: neither may win unseen.
+
+    Args:
+        of_recipe: settings by the names of options, those typed as a recipe's among them.
+    """
+    batch = recipe.per_device_train_batch_size
+    if {"length", "max_length"} <= typed and recipe.max_length is not None:
+        tokens = recipe.max_length * batch
+        if tokens_of(options.length) != tokens:
+            documents = f" with {batch} documents in a batch" if batch > 1 else ""
+            raise ValueError(
+                "Two options say how long documents are.\n"
+                f"  Got --length {options.length}, and --max_length {recipe.max_length:,}{documents}.\n"
+                f"  Keep one of them: --length counts all documents of a batch, here {tokens}."
+            )
+    for name, value in of_recipe.items():
+        asked = getattr(options, name)
+        if name == "chunk_tokens":
+            asked = str(tokens_of(asked) or asked)
+        if {name, f"oomb.{name}"} <= typed and asked != value:
+            flag = f"--{name}"
+            raise ValueError(
+                f"{flag} stands twice on the command line.\n  Got {flag} {asked} and --oomb.{name} {value}.\n"
+                "  Keep one of them."
+            )
 
 
 def _names(arguments: Sequence[str]) -> set[str]:

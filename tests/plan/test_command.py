@@ -321,6 +321,39 @@ def test_a_recipe_says_what_options_say(capsys: pytest.CaptureFixture[str], reci
     assert "made for 262,144 tokens" in run(capsys, recipe)[1]  # with its RoPE
 
 
+def test_two_lengths_on_the_command_line(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    """Neither wins silently; over that of the recipe, one of them goes. Two documents are one step."""
+    for words in ("--length 64K --max_length 48K", "--max-length=48K --length=64K"):
+        code, text = run(capsys, f"{recipe} {words}")
+        assert code == 2 and "Two options say how long documents are." in text
+        assert "Got --length 64K, and --max_length 49,152 with 2 documents in a batch" in " ".join(text.split())
+        assert "98304" in text
+    assert report(capsys, f"{recipe} --length 96K --max_length 48K")["tokens"] == 96 << 10
+    assert report(capsys, f"{recipe} --length 64K")["tokens"] == 64 << 10
+    assert report(capsys, f"{recipe} --max_length 48K")["tokens"] == 96 << 10
+
+
+@pytest.mark.parametrize(
+    ("words", "got"),
+    [
+        ("--oomb.chunk_tokens 4K --chunk_tokens 8K", "--chunk_tokens 8192 and --oomb.chunk_tokens 4096"),
+        ("--attention dense --oomb.attention=sparse", "--attention dense and --oomb.attention sparse"),
+        ("--oomb.keep-outputs false --keep_outputs true", "--keep_outputs true and --oomb.keep_outputs false"),
+        ("--oomb.host_memory_gib 8 --host_memory_gib 9 --offload auto", "--host_memory_gib 9.0 and --oomb.host_memory"),
+    ],
+)
+def test_a_setting_under_both_of_its_names(
+    capsys: pytest.CaptureFixture[str], recipe: str, words: str, got: str
+) -> None:
+    Path(recipe).write_text(RECIPE.replace("offload: false, ", ""))
+    code, text = run(capsys, f"{recipe} {words}")
+    assert code == 2 and "stands twice on the command line" in text and got in text
+
+
+def test_a_setting_under_both_of_its_names_with_one_value(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    assert run(capsys, f"{recipe} --oomb.chunk_tokens 4096 --chunk_tokens 4K")[0] in (0, 1)
+
+
 def test_the_revision_of_a_recipe_is_the_one_that_is_read(
     capsys: pytest.CaptureFixture[str], recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
