@@ -30,8 +30,8 @@ from oomb_accel.plan import (
     suggestions,
 )
 from oomb_accel.plan.gpus import other_gpu
-from oomb_accel.plan.limits import LONGEST, check_tokens
-from oomb_accel.plan.sizes import GIB
+from oomb_accel.plan.limits import LONGEST, check_device_pages, check_host_memory, check_tokens
+from oomb_accel.plan.sizes import GIB, host_margin, with_host_margin
 from oomb_accel.reading import shown
 from oomb_accel.sources import gather, resolve
 from oomb_accel.training import Recipe
@@ -179,21 +179,18 @@ def _check_typed(options: argparse.Namespace, typed: set[str]) -> None:
 
 def _check_machine(job: Job) -> None:
     """Refuse sizes that the machine does not have."""
-    if job.device_pages_bytes is not None and job.device_pages_bytes > job.gpu.memory_bytes:
-        raise ValueError(
-            "device_pages_gib is more than the GPU has.\n"
-            f"  Got device_pages_gib={job.device_pages_bytes / GIB:g}; {job.gpu.name} has "
-            f"{job.gpu.memory_bytes / GIB:,.1f} GiB.\n"
-            f"  Leave it out, or set --gpu_gib {-(-job.device_pages_bytes // GIB)} or more where the GPU has it."
-        )
+    asked = job.device_pages_bytes or 0
+    larger = f"set --gpu_gib {-(-asked // GIB)} or more where the GPU has it"
+    check_device_pages(asked, job.gpu.name, job.gpu.memory_bytes, other=larger)
     asked = job.host_memory_bytes or 0
-    if asked * job.num_gpus > job.host_bytes:
-        ranks = "" if job.num_gpus == 1 else f" for each of {job.num_gpus} processes"
-        raise ValueError(
-            "host_memory_gib is more than the host has.\n"
-            f"  Got host_memory_gib={asked / GIB:g}{ranks}; the host has {job.host_bytes / GIB:g} GiB.\n"
-            f"  Set --host_gib {-(-asked * job.num_gpus // GIB)} or more where it does, or host_memory_gib lower."
-        )
+    check_host_memory(
+        asked,
+        available_bytes=job.host_bytes,
+        margin_bytes=host_margin(job.host_bytes),
+        ranks_on_host=job.num_gpus,
+        scarce=f"the machine has {job.host_bytes / GIB:g} GiB",
+        other=f"set --host_gib {-(-with_host_margin(asked * job.num_gpus) // GIB)} or more where the machine has it",
+    )
 
 
 def _defaults(config: OombConfig) -> dict[str, Any]:

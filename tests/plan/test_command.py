@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,13 +68,21 @@ def test_memory_settings_that_contradict_each_other(capsys: pytest.CaptureFixtur
     ("words", "what", "remedy"),
     [
         ("--device_pages_gib 300", "more than the GPU has", "--gpu_gib"),
-        ("--host_memory_gib 300", "more than the host has", "--host_gib 300"),
-        ("--gpus 8 --zero 2 --host_gib 32 --host_memory_gib 20", "for each of 8 processes", "--host_gib 160"),
+        ("--host_memory_gib 300", "more than this machine can give", "--host_gib 304"),
+        ("--host_memory_gib 126", "more than this machine can give", "--host_gib 130"),
+        ("--gpus 8 --zero 2 --host_gib 32 --host_memory_gib 20", "to all its ranks", "--host_gib 164"),
+        ("--gpus 8 --zero 2 --host_gib 32 --host_memory_gib 4", "Asked for 8 x 4 GiB", "--host_gib 35"),
     ],
 )
 def test_more_than_the_machine_has(capsys: pytest.CaptureFixture[str], words: str, what: str, remedy: str) -> None:
+    """Either remedy will do."""
     code, text = run(capsys, f"qwen2.5-7b --length 64K {words}")
     assert code == 2 and what in text and remedy in text
+    first = words.replace("--host_gib 32", "")
+    if "host_memory" in words:
+        assert run(capsys, f"qwen2.5-7b --length 64K {first} {remedy}")[0] == 0
+        (lower,) = re.findall(r"host_memory_gib=([\d.]+) or less", " ".join(text.split()))
+        assert run(capsys, f"qwen2.5-7b --length 64K {re.sub('memory_gib .*', f'memory_gib {lower}', words)}")[0] == 0
 
 
 def test_pinned_memory_stays_within_its_limit(capsys: pytest.CaptureFixture[str]) -> None:
