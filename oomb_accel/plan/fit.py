@@ -10,7 +10,7 @@ from oomb_accel.plan.gpus import H200
 from oomb_accel.plan.job import Job
 from oomb_accel.plan.limits import LONGEST
 from oomb_accel.plan.memory import Memory, estimate_memory
-from oomb_accel.plan.pools import Remedy
+from oomb_accel.plan.remedies import Remedy
 from oomb_accel.plan.sizes import GIB, host_margin
 from oomb_accel.plan.timing import StepTime, estimate_time
 

@@ -76,11 +76,6 @@ def in_slabs(num_bytes: int, slab_bytes: int) -> int:
     return (-(-num_bytes // slab_bytes) + 1) * slab_bytes
 
 
-def most_in_slabs(num_bytes: int, slab_bytes: int) -> int:
-    """The most bytes for which `in_slabs` makes no more than so many."""
-    return max(0, (num_bytes // slab_bytes - 1) * slab_bytes)
-
-
 def record_bytes(page_tokens: int, head_dim: int, dtype: str) -> int:
     """Bytes of K and V, or of their gradients, of one page of one KV head.
 

@@ -133,7 +133,10 @@ def test_host_memory_has_a_least_and_a_most(capsys: pytest.CaptureFixture[str], 
         "device_pages_gib: 8, host_memory_gib: 20}\n"
     )
     code, text = run(capsys, str(recipe))
-    assert code == 1 and "19.0 GiB may be used" in text and "  host_memory_gib: auto " in text
+    assert code == 1 and "20.0 GiB may be used (host_memory_gib)" in text and "  host_memory_gib: auto " in text
+    (number,) = re.findall(r"Set host_memory_gib=([\d.]+) or more, or 'auto'", text)
+    assert run(capsys, f"{recipe} --host_memory_gib {number}")[0] == 0
+    assert run(capsys, f"{recipe} --host_memory_gib {float(number) - 0.1}")[0] == 1
     _, text = run(capsys, f"{recipe} --host_memory_gib 60")
     assert "It fits" in text and "and up to, where there is room" in text
 
