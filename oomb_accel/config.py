@@ -20,6 +20,11 @@ SPARSE_SETTINGS = (
     *("select_per", "page_budget", "causal_selection"),
 )
 """Settings that have a meaning with ``attention="sparse"`` only."""
+_HOST_OUTPUTS = (
+    "Set keep_outputs: auto (the default), which does this now; host_memory_gib: N sets how much it may take."
+)
+FORMER_VALUES = {("keep_outputs", "host"): _HOST_OUTPUTS}
+"""What to write instead of values that settings had in earlier versions."""
 _MOST = 2**31 - 1
 """Of every whole number."""
 
@@ -265,17 +270,20 @@ def unknown_key_message(key: str, known: list[str], place: str, *, nearest: str 
     return unknown_message("key", key, known, f"in {place}", nearest=nearest)
 
 
-def unknown_message(kind: str, word: str, known: list[str], where: str, *, nearest: str | None = None) -> str:
+def unknown_message(
+    kind: str, word: str, known: list[str], where: str, *, nearest: str | None = None, instead: str | None = None
+) -> str:
     """The text of the error for a misspelt word of any kind.
 
     Args:
         kind: what the word should have been, such as ``option``.
         where: with its preposition, such as ``on the command line``.
         nearest: the valid word that was meant, where that is known.
+        instead: a sentence that says what to write, where there is one.
     """
     near = [nearest] if nearest else difflib.get_close_matches(word[:100], known, n=1, cutoff=0.5)
-    remedy = f"Did you mean {near[0]!r}?" if near else f"Valid {kind}s: {', '.join(sorted(known))}."
-    return f"Unknown {kind} {shown(word)} {where}.\n  {_number_known(len(known))}\n  {remedy}"
+    meant = f"Did you mean {near[0]!r}?" if near else f"Valid {kind}s: {', '.join(sorted(known))}."
+    return f"Unknown {kind} {shown(word)} {where}.\n  {_number_known(len(known))}\n  {instead or meant}"
 
 
 def _number_known(number: int) -> str:
@@ -302,17 +310,20 @@ def checked_setting(name: str, value: Any) -> Any:
     wanted += ", or 8K: K is 1,024 and M 1,048,576" if name in TOKEN_SETTINGS else ""
     raise ValueError(
         f"{name} has a value that is not allowed.\n  Got {name}={shown(plain_value(value))} ({type(value).__name__}).\n"
-        f"  {allowed(value, options, wanted)}"
+        f"  {allowed(name, value, options, wanted)}"
     )
 
 
-def allowed(value: object, options: Sequence[Any], wanted: str) -> str:
+def allowed(name: str, value: object, options: Sequence[Any], wanted: str) -> str:
     """The line of an error that says what a setting takes, first the nearest of its words where one is near.
 
     Args:
+        name: of the setting.
         options: the types.
         wanted: these in words.
     """
+    if isinstance(value, str) and (name, value.lower()) in FORMER_VALUES:
+        return FORMER_VALUES[name, value.lower()]
     words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
     words = [word for word in words if isinstance(word, str)]
     near = difflib.get_close_matches(value[:100].lower(), words, n=1) if isinstance(value, str) else []

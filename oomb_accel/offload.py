@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,9 +36,12 @@ from oomb_accel.pages import (
     StoredPages,
     TieredPages,
 )
+from oomb_accel.plan.limits import host_share
 from oomb_accel.plan.places import ALIGNED_BYTES, host_bytes_for_results
 from oomb_accel.plan.sizes import in_slabs, slab_bytes_for
 from oomb_accel.schedule import ChunkSchedule
+
+_SHORTER = "Train on shorter documents, or free host memory."
 
 
 @dataclass(slots=True)
@@ -67,12 +71,13 @@ class Offload:
         if self.ranks_on_host > 1:
             self._limits = host_limits()
 
-    def check(self, num_bytes: int, record_bytes: int) -> int:
+    def check(self, num_bytes: int, record_bytes: int, remedy: Callable[[Sequence[str]], str] | None = None) -> int:
         """Refuse what is more host memory than there may be, beside what other streams hold. What is kept of them gives
         way, see `reserve`; nothing does so here.
 
         Args:
             record_bytes: of the largest record.
+            remedy: makes the sentence that says what to do, of settings that are enough.
 
         Returns:
             Bytes that the arena must have room for.
@@ -80,19 +85,35 @@ class Offload:
         Raises:
             ValueError: naming a setting that would do.
         """
-        budget = self._known_budget()
-        needed = self._with_what_is_used(num_bytes, record_bytes)
+        budget, needed = self._known_budget(), self._needed(num_bytes, record_bytes)
         if needed > budget:
-            needed -= self._kept_bytes()
-        if needed > budget:
+            enough = self._higher_limit(needed)
             raise ValueError(
                 "The pages of this document need more host memory than they may have.\n"
                 f"  Needed: {gib_above(needed)} GiB beside those on the device; the limit is "
                 f"{gib_text(budget)} GiB (host_memory_gib={self.host_memory_gib}).\n"
-                "  Set page_grad_dtype='bfloat16', page_dtype='float8' or, with sparse attention, page_budget; "
-                f"train on shorter documents, or set host_memory_gib={gib_above(needed)} where the machine has it."
+                f"  {_SHORTER if remedy is None else remedy(enough)}"
             )
         return needed
+
+    def has_room(self, num_bytes: int, record_bytes: int) -> bool:
+        """Whether `check` accepts them."""
+        return self._needed(num_bytes, record_bytes) <= self._known_budget()
+
+    def _needed(self, num_bytes: int, record_bytes: int) -> int:
+        """Of the budget; without what gives way, where it must."""
+        needed = self._with_what_is_used(num_bytes, record_bytes)
+        return needed if needed <= self._known_budget() else needed - self._kept_bytes()
+
+    def _higher_limit(self, needed: int) -> list[str]:
+        """The setting, where it is what forbids so much and the machine has it."""
+        if self.host_memory_gib == "auto":
+            return []
+        limits = self._limits or host_limits()
+        # What is here already is not available any more.
+        here = 0 if self._limits is not None or self.arena is None else self.arena.num_bytes
+        share = host_share(limits.available_bytes + here, limits.margin_bytes, self.ranks_on_host)
+        return [f"host_memory_gib={gib_above(needed)} or 'auto'"] if needed <= share else []
 
     def made_for(self, num_bytes: int, record_bytes: int) -> int:
         """Host memory that is made for pages of so many bytes."""

@@ -13,6 +13,11 @@ _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _NOTHING = ("none", "null")
 TOKEN_SETTINGS = frozenset(("chunk_tokens", "page_tokens", "span_tokens", "max_length", "eval_last_tokens"))
 """Settings, of recipes and of `OombConfig`, that are a number of tokens."""
+LENGTH_NAMES = (
+    *("length", "tokens", "num_tokens", "seq_len", "seq_length", "sequence_len", "sequence_length", "max_seq_len"),
+    *("max_seq_length", "context_length", "model_max_length", "cutoff_len", "max_tokens"),
+)
+"""What others, and other commands, call the length of a document. It is ``max_length`` of a recipe."""
 _UNITS = {"K": 1 << 10, "M": 1 << 20}
 _WHOLE = r"(?:\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*)"
 _LONGEST = 30

@@ -569,3 +569,10 @@ def test_what_gives_way_is_lost_once_its_copies_are_ordered(begun: str, host: tu
         assert all(chunk.take("a") is None for _ in range(4))
         chunk.release()
     assert mover.num_bytes["up"] == {"sent": 0, "brought": 240, "taken": 240}[begun]
+
+
+@pytest.mark.parametrize("offload", ["auto", True, False])
+def test_outputs_have_host_memory_only_where_offload_is_auto(offload: Any) -> None:
+    with switched_on(tiny_model(), config(offload=offload)) as ours:
+        spare = step_memory._host_spare_bytes(attachment_of(ours), torch.device("cuda"))
+    assert (spare > 0) == (offload == "auto")

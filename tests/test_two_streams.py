@@ -150,7 +150,7 @@ def test_a_refusal_where_pages_have_no_room_without_outputs(
     with pytest.raises(ValueError, match="The pages of this document need more host memory") as caught:
         two_forwards(model, monkeypatch, (60, 200), host_memory_gib=150 * KIB / GIB, keep_outputs=keep)
     assert "keep_outputs" not in str(caught.value)
-    (named,) = re.findall(r"host_memory_gib=([\d.]+) where", str(caught.value))
+    (named,) = re.findall(r"host_memory_gib=([\d.]+) or 'auto'", str(caught.value))
     two_forwards(model, monkeypatch, (60, 200), host_memory_gib=float(named), keep_outputs=keep)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,14 +34,12 @@ from oomb_accel.plan import (
     settings_of,
     suggestions,
 )
-from oomb_accel.plan.fit import LONGEST
 from oomb_accel.plan.gpus import other_gpu
-from oomb_accel.plan.sizes import GIB, size_text
+from oomb_accel.plan.limits import LONGEST, check_device_pages, check_host_memory, check_tokens
+from oomb_accel.plan.sizes import GIB, host_margin, with_host_margin
 from oomb_accel.reading import shown
 from oomb_accel.sources import gather, resolve
 from oomb_accel.training import Recipe
-
-_MOST_TOKENS = 10**12
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -119,6 +117,7 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, OombConfig, 
             f"The recipe does not say how long documents are.\n  max_length is not set in {path}.\n"
             f"  Add --length 128K; or let oomb train {shlex.quote(path)} --dry_run read the data."
         )
+    _check_both(options, recipe, _defaults(config), _names(arguments))
     options.model = recipe.model_name_or_path
     return options, config, recipe.rope_parameters
 
@@ -132,6 +131,34 @@ def _enabled(config: OombConfig) -> OombConfig:
             f"There are no chunks to estimate.\n  Got oomb.enabled=false.\n  {remedy} to see what they take."
         )
     return config
+
+
+def _check_both(options: argparse.Namespace, recipe: Recipe, of_recipe: Mapping[str, Any], typed: set[str]) -> None:
+    """Refuse what was typed under two names with different values: neither may win unseen.
+
+    Args:
+        of_recipe: settings by the names of options, those typed as a recipe's among them.
+    """
+    batch = recipe.per_device_train_batch_size
+    if {"length", "max_length"} <= typed and recipe.max_length is not None:
+        tokens = recipe.max_length * batch
+        if tokens_of(options.length) != tokens:
+            documents = f" with {batch} documents in a batch" if batch > 1 else ""
+            raise ValueError(
+                "Two options say how long documents are.\n"
+                f"  Got --length {options.length}, and --max_length {recipe.max_length:,}{documents}.\n"
+                f"  Keep one of them: --length counts all documents of a batch, here {tokens}."
+            )
+    for name, value in of_recipe.items():
+        asked = getattr(options, name)
+        if name == "chunk_tokens":
+            asked = str(tokens_of(asked) or asked)
+        if {name, f"oomb.{name}"} <= typed and asked != value:
+            flag = f"--{name}"
+            raise ValueError(
+                f"{flag} stands twice on the command line.\n  Got {flag} {asked} and --oomb.{name} {value}.\n"
+                "  Keep one of them."
+            )
 
 
 def _names(arguments: Sequence[str]) -> set[str]:
@@ -163,21 +190,18 @@ def _check_typed(options: argparse.Namespace, typed: set[str]) -> None:
 
 def _check_machine(job: Job) -> None:
     """Refuse sizes that the machine does not have."""
-    if job.device_pages_bytes is not None and job.device_pages_bytes > job.gpu.memory_bytes:
-        raise ValueError(
-            "device_pages_gib is more than the GPU has.\n"
-            f"  Got device_pages_gib={job.device_pages_bytes / GIB:g}; {job.gpu.name} has "
-            f"{size_text(job.gpu.memory_bytes)}.\n"
-            f"  Leave it out, or set --gpu_gib {-(-job.device_pages_bytes // GIB)} or more where the GPU has it."
-        )
+    asked = job.device_pages_bytes or 0
+    larger = f"set --gpu_gib {-(-asked // GIB)} or more where the GPU has it"
+    check_device_pages(asked, job.gpu.name, job.gpu.memory_bytes, other=larger)
     asked = job.host_memory_bytes or 0
-    if asked * job.num_gpus > job.host_bytes:
-        ranks = "" if job.num_gpus == 1 else f" for each of {job.num_gpus} processes"
-        raise ValueError(
-            "host_memory_gib is more than the host has.\n"
-            f"  Got host_memory_gib={asked / GIB:g}{ranks}; the host has {job.host_bytes / GIB:g} GiB.\n"
-            f"  Set --host_gib {-(-asked * job.num_gpus // GIB)} or more where it does, or host_memory_gib lower."
-        )
+    check_host_memory(
+        asked,
+        available_bytes=job.host_bytes,
+        margin_bytes=host_margin(job.host_bytes),
+        ranks_on_host=job.num_gpus,
+        scarce=f"the machine has {job.host_bytes / GIB:g} GiB",
+        other=f"set --host_gib {-(-with_host_margin(asked * job.num_gpus) // GIB)} or more where the machine has it",
+    )
 
 
 def _defaults(config: OombConfig) -> dict[str, Any]:
@@ -203,34 +227,13 @@ def _chosen(job: Job, options: argparse.Namespace) -> tuple[Job, tuple[str, ...]
     return chosen, choice.reasons
 
 
-def token_count(text: str) -> int:
+def token_count(text: str, name: str = "--length") -> int:
     """``131072``, ``131,072``, ``128K`` or ``1.5M`` as a number; K and M are 1,024 and 1,048,576.
 
     Raises:
-        ValueError: something else, or less than two.
+        ValueError: something else, less than two, or more of them than chunks are counted for.
     """
-    count = tokens_of(text)
-    if count is None or not 2 <= count <= _MOST_TOKENS:
-        raise ValueError(
-            f"{shown(text)} is no number of tokens.\n  A document has at least two tokens, and at most 10^12.\n"
-            "  Write 131072, 128K or 1M (K is 1,024, M is 1,048,576)."
-        )
-    return count
-
-
-def _length(text: str) -> int:
-    """The tokens of a document.
-
-    Raises:
-        ValueError: no number of tokens, or more of them than chunks are counted for.
-    """
-    tokens = token_count(text)
-    if tokens > LONGEST:
-        raise ValueError(
-            f"No estimate is made for documents as long as that.\n  Got {tokens:,} tokens; the most are {LONGEST:,}.\n"
-            f"  Use --length {LONGEST >> 20}M or less."
-        )
-    return tokens
+    return check_tokens(name, tokens_of(text), text)
 
 
 def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[str, Any] | None) -> Job:
@@ -238,7 +241,7 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
     gpu = gpu_named(options.gpu)
     if options.gpu_gib is not None or options.tflops is not None:
         gpu = other_gpu(options.gpu_gib or gpu.memory_bytes / GIB, options.tflops, gpu)
-    chunk_tokens = 8192 if options.chunk_tokens == "auto" else token_count(options.chunk_tokens)
+    chunk_tokens = 8192 if options.chunk_tokens == "auto" else token_count(options.chunk_tokens, "--chunk_tokens")
     _check_range(options, chunk_tokens)
     lora_r = 0 if options.full else options.lora_r
     zero_stage = options.zero or None
@@ -265,7 +268,7 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
     )
     return Job(
         model=model,
-        tokens=_length(options.length),
+        tokens=token_count(options.length),
         lora_r=lora_r,
         adapters=options.adapters,
         distinct=options.distinct,
@@ -280,6 +283,13 @@ def _job(options: argparse.Namespace, config: OombConfig, rope_parameters: dict[
 
 
 def _check_range(options: argparse.Namespace, chunk_tokens: int) -> None:
+    least = {"top_k": 1, "page_tokens": 1, "gpus": 1, "lora_r": 0, "host_gib": 0.0, "distinct": 0.0}
+    for name, smallest in least.items():
+        value = getattr(options, name)
+        if value is not None and value < smallest:
+            raise ValueError(f"--{name} is too small.\n  Got {value}.\n  Use {smallest} or more.")
+        if isinstance(value, int) and value > LONGEST:
+            raise ValueError(f"--{name} is too large.\n  Got {shown(value)}.\n  Use {LONGEST:,} or less.")
     if chunk_tokens < options.page_tokens:
         raise ValueError(
             "A chunk must hold at least one page.\n"
@@ -291,13 +301,6 @@ def _check_range(options: argparse.Namespace, chunk_tokens: int) -> None:
             "The optimizer goes to the host under DeepSpeed only.\n"
             f"  Got --optimizer_offload with --zero {options.zero}.\n  Use --zero 2 --optimizer_offload."
         )
-    least = {"top_k": 1, "page_tokens": 1, "gpus": 1, "lora_r": 0, "host_gib": 0.0, "distinct": 0.0}
-    for name, smallest in least.items():
-        value = getattr(options, name)
-        if value is not None and value < smallest:
-            raise ValueError(f"--{name} is too small.\n  Got {value}.\n  Use {smallest} or more.")
-        if isinstance(value, int) and value > _MOST_TOKENS:
-            raise ValueError(f"--{name} is too large.\n  Got {shown(value)}.\n  Use {_MOST_TOKENS} or less.")
     if options.distinct is not None and not options.distinct <= 1:
         raise ValueError(f"--distinct is a share.\n  Got {options.distinct}.\n  Use 0.25, for example.")
     if options.page_budget is not None and options.page_budget < options.top_k:

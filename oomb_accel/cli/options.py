@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from oomb_accel.config import unknown_message
+from oomb_accel.config import FORMER_VALUES, unknown_message
 from oomb_accel.reading import shown
-from oomb_accel.setting_text import value_of_text, with_unit, without_commas
+from oomb_accel.setting_text import LENGTH_NAMES, value_of_text, with_unit, without_commas
 
 WITHOUT_RECIPE = {
     **{"data_split": "", "data_include": "", "folder_as": "", "data_cache": "OOMB_CACHE"},
@@ -61,13 +61,18 @@ class Parser(argparse.ArgumentParser):
         """As argparse's, with the nearest choice."""
         if action.choices is not None and value not in action.choices:
             name = action.option_strings[0] if action.option_strings else action.dest
-            raise ValueError(unknown_message("value", str(value), list(map(str, action.choices)), f"for {name}"))
+            former = FORMER_VALUES.get((action.dest, str(value).lower()))
+            choices = list(map(str, action.choices))
+            raise ValueError(unknown_message("value", str(value), choices, f"for {name}", instead=former))
 
     def _meant(self, word: str, names: list[str]) -> str | None:
         """The option that a word without dashes is near, or the only one that takes it for a value."""
         takers = [action.option_strings[0] for action in self._actions if word in (action.choices or ())]
         if len(takers) == 1:
             return f"{takers[0]} {word}"
+        length = _length_among(word, names)
+        if length is not None:
+            return length
         by_word = {name[2:]: name for name in names}
         near = difflib.get_close_matches(word[:100].replace("-", "_"), by_word, n=1)
         return by_word[near[0]] if near else None
@@ -95,7 +100,8 @@ class Parser(argparse.ArgumentParser):
                 continue
             if found is None:
                 names = [name for name, _ in known.values() if name.startswith("--")]
-                raise ValueError(unknown_message("option", flag, names, "on the command line"))
+                meant = _length_among(flag.removeprefix("--"), names)
+                raise ValueError(unknown_message("option", flag, names, "on the command line", nearest=meant))
             name, action = found
             if not equals:
                 value = words[position + 1] if action.nargs != 0 and position + 1 < len(words) else ""
@@ -106,6 +112,13 @@ class Parser(argparse.ArgumentParser):
                 )
             checked.append(name + equals + value if equals else name)
         return checked
+
+
+def _length_among(word: str, names: Sequence[str]) -> str | None:
+    """The option for the length of a document, where that is what the word is for others."""
+    if word.replace("-", "_") not in (*LENGTH_NAMES, "max_length"):
+        return None
+    return next((name for name in ("--length", "--tokens") if name in names), None)
 
 
 def is_recipe(word: str) -> bool:

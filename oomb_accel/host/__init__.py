@@ -2,10 +2,11 @@
 (store), pieces of any size that come and go in order (stack)."""
 
 from oomb_accel.host.arena import HostArena, HostMemoryError, Slab
-from oomb_accel.host.limits import HostLimits, MemoryGroup, gib_above, gib_text, host_budget, host_limits
+from oomb_accel.host.limits import HostLimits, MemoryGroup, host_budget, host_limits
 from oomb_accel.host.mapping import Pinner, cuda_pinner
 from oomb_accel.host.stack import HostStack, Piece
 from oomb_accel.host.store import HostStore
+from oomb_accel.plan.sizes import gib_above, gib_text
 
 __all__ = [
     "HostArena",

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from oomb_accel.host.limits import HostLimits, gib_above, gib_text, host_limits
+from oomb_accel.host.limits import HostLimits, host_limits
 from oomb_accel.host.mapping import HostMapping, Pinner, cuda_pinner
-from oomb_accel.plan.sizes import LARGEST_SLAB_BYTES
+from oomb_accel.plan.sizes import LARGEST_SLAB_BYTES, gib_above, gib_text
 
 MOST_THREADS = 8
 PART_BYTES = 32 << 20

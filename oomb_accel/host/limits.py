@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from oomb_accel.plan.sizes import host_margin
+from oomb_accel.plan.limits import check_host_memory, host_share
+from oomb_accel.plan.sizes import gib_text, host_margin
 from oomb_accel.progress import GIB
 
 
@@ -109,8 +110,7 @@ def host_budget(setting_gib: float | Literal["auto"], limits: HostLimits, *, ran
     Raises:
         ValueError: the setting is not a size, or all ranks together would take more than there is.
     """
-    spare = max(0, limits.available_bytes - limits.margin_bytes)
-    share = spare // ranks_on_host
+    share = host_share(limits.available_bytes, limits.margin_bytes, ranks_on_host)
     if setting_gib == "auto":
         return share
     if not 0 <= setting_gib < math.inf:
@@ -119,29 +119,14 @@ def host_budget(setting_gib: float | Literal["auto"], limits: HostLimits, *, ran
             f"  Set host_memory_gib='auto', or a number up to {gib_text(share)}."
         )
     asked = int(setting_gib * GIB)
-    if asked <= share:
-        return asked
-    ranks = f"{ranks_on_host} x " if ranks_on_host > 1 else ""
-    remedy = f"Set host_memory_gib={gib_text(share)} or less, or 'auto'."
-    if gib_text(share) == "0":
-        remedy = "Free memory on this machine or raise the container's limit; no setting fits what is left."
-    raise ValueError(
-        f"host_memory_gib is more than this machine can give{' to all its ranks' if ranks else ''}.\n"
-        f"  Asked for {ranks}{setting_gib:g} GiB; {gib_text(limits.available_bytes)} GiB are available, of which "
-        f"{gib_text(limits.margin_bytes)} GiB are left to others ({limits.scarce}).\n"
-        f"  {remedy}"
+    check_host_memory(
+        asked,
+        available_bytes=limits.available_bytes,
+        margin_bytes=limits.margin_bytes,
+        ranks_on_host=ranks_on_host,
+        scarce=limits.scarce,
     )
-
-
-def gib_text(num_bytes: int) -> str:
-    """GiB with one decimal, or with three below 1 GiB; rounded down, so that what is offered as a setting fits."""
-    scale = 10 if num_bytes >= GIB else 1000
-    return f"{math.floor(num_bytes / GIB * scale) / scale:.10g}"
-
-
-def gib_above(num_bytes: int) -> str:
-    """GiB with up to three decimals, rounded up: a setting of at least so many bytes."""
-    return f"{math.ceil(num_bytes / GIB * 1000) / 1000:.10g}"
+    return asked
 
 
 def _machine(root: Path) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from oomb_accel.foresight import Foresight
 from oomb_accel.integrations.agreement import is_partitioned
 from oomb_accel.integrations.attachment import Attachment
 from oomb_accel.integrations.banner import say
+from oomb_accel.integrations.host_remedy import remedy_for
 from oomb_accel.integrations.stream import Stream
 from oomb_accel.integrations.support import compute_dtype, gathered_bytes, whole_numel
 from oomb_accel.keep import KeptChunks, ResultKind, free_bytes, on_their_way, place_results
@@ -134,30 +135,59 @@ def divide_pages(
     Raises:
         ValueError: pages fit neither on the device nor in host memory, or a setting asks for more than there is.
     """
+    rooms = _divided(state, schedule, device, trained)
+    if rooms is None:
+        return None
+
+    def remedy(enough: Sequence[str]) -> str:
+        def has_room(other: ChunkSchedule) -> bool:
+            found = _divided(state, other, device, trained)
+            return found is None or _has_host_room(state, found, device)
+
+        return remedy_for(state, schedule, device, has_room, enough)
+
+    state.offload.check(rooms.host_bytes, _largest_record(state, device), remedy)
+    if not torch.is_grad_enabled():
+        return rooms
+    results = _bytes_on_their_way(state, schedule, device, compute_dtype(state.base, device), rooms)
+    with suppress(ValueError):  # pages come first
+        tighter = _divided(state, schedule, device, trained, results) if results else None
+        if tighter is not None and _has_host_room(state, tighter, device):
+            return tighter
+    return rooms
+
+
+def _divided(
+    state: Attachment,
+    schedule: ChunkSchedule,
+    device: torch.device,
+    trained: Sequence[nn.Parameter],
+    results_bytes: int = 0,
+) -> PageRooms | None:
+    """The same, whatever host memory there is.
+
+    Args:
+        results_bytes: device memory that is left to results on their way.
+
+    Raises:
+        ValueError: the device has no room for what layers need at once, or less than a setting says.
+    """
     trains = torch.is_grad_enabled()
     shape, needs = state.page_shape(sparse=trains and bool(state.sparse_layers)), state.pass_needs()
     dtype = compute_dtype(state.base, device)
     outputs = _bytes_before_pages(state, schedule, dtype)
-    room = _page_bytes(state, schedule, device, shape, needs, trained) - outputs
+    left = _page_bytes(state, schedule, device, shape, needs, trained) - outputs - results_bytes
+    rooms = divide(shape, schedule, dtype, needs, left, with_gradients=trains, outputs_bytes=outputs)
+    if rooms is None:
+        return None
+    if trains and shape.sparse_layers:
+        living = _living_host_bytes(state, schedule, shape, rooms, dtype)
+        rooms = replace(rooms, host_bytes=min(rooms.host_bytes, living))
+    return replace(rooms, results_bytes=results_bytes)
 
-    def divided(results_bytes: int) -> PageRooms | None:
-        left = room - results_bytes
-        rooms = divide(shape, schedule, dtype, needs, left, with_gradients=trains, outputs_bytes=outputs)
-        if rooms is None:
-            return None
-        if trains and shape.sparse_layers:
-            living = _living_host_bytes(state, schedule, shape, rooms, dtype)
-            rooms = replace(rooms, host_bytes=min(rooms.host_bytes, living))
-        state.offload.check(rooms.host_bytes, _largest_record(state, device))
-        return replace(rooms, results_bytes=results_bytes)
 
-    rooms = divided(0)
-    if rooms is None or not trains:
-        return rooms
-    results = _bytes_on_their_way(state, schedule, device, dtype, rooms)
-    with suppress(ValueError):  # pages come first
-        rooms = divided(results) if results else rooms
-    return rooms
+def _has_host_room(state: Attachment, rooms: PageRooms, device: torch.device) -> bool:
+    return state.offload.has_room(rooms.host_bytes, _largest_record(state, device))
 
 
 def reserve_host_memory(state: Attachment, rooms: PageRooms, device: torch.device) -> None:

@@ -5,8 +5,8 @@ Legend: G KV heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -112,7 +112,13 @@ def divide(
         return layers * least * sizes["values"], max(layers * least * sizes["gradients"], means)
 
     if room < sum(at_least(1)):
-        raise ValueError(_too_small(fixed + sum(at_least(1)), device_bytes, outputs_bytes))
+        smaller = [
+            text
+            for text, other in _smaller_pages(shape)
+            if with_gradients and _needed_bytes(other, schedule, dtype, needs) <= device_bytes
+        ]
+        needed = fixed + sum(at_least(1))
+        raise ValueError(_too_small(needed, device_bytes, outputs_bytes, smaller, selects=bool(shape.sparse_layers)))
     wanted = at_least(_AHEAD if room >= sum(at_least(_AHEAD)) else 1)
     shares = pool_shares(
         room,
@@ -131,8 +137,15 @@ def divide(
 
 def working_bytes(shape: PageShape, schedule: ChunkSchedule, dtype: torch.dtype, needs: PassNeeds) -> int:
     """Device memory with which pages can be brought ahead of their use, though no layer keeps any."""
+    return _needed_bytes(shape, schedule, dtype, needs, _AHEAD)
+
+
+def _needed_bytes(
+    shape: PageShape, schedule: ChunkSchedule, dtype: torch.dtype, needs: PassNeeds, layers: int = 1
+) -> int:
+    """Device memory for what so many layers need at once, and for what always stays there."""
     counts = [shape.num_records(layer, schedule) for layer in range(shape.num_layers)]
-    least = _AHEAD * _most_needed(shape, counts, needs)
+    least = layers * _most_needed(shape, counts, needs)
     gradients = max(least * shape.slot_bytes(shape.grad_dtype), shape.mean_key_bytes(schedule, dtype))
     return shape.fixed_bytes(schedule) + least * shape.slot_bytes(shape.value_dtype(dtype)) + gradients
 
@@ -150,14 +163,26 @@ def _room(counts: list[int], least: int, num_slots: int) -> DeviceRoom | None:
     return DeviceRoom(tuple(count * (num_slots - reserve) // whole for count in counts), reserve)
 
 
-def _too_small(needed: int, given: int, outputs: int) -> str:
+def _smaller_pages(shape: PageShape) -> Iterator[tuple[str, PageShape]]:
+    """Settings that are not set already, and pages with them."""
+    if shape.grad_dtype == torch.float32:
+        yield "page_grad_dtype='bfloat16'", replace(shape, grad_dtype=torch.bfloat16)
+    if not shape.float8:
+        yield "page_dtype='float8'", replace(shape, float8=True)
+
+
+def _too_small(needed: int, given: int, outputs: int, smaller: Sequence[str], *, selects: bool) -> str:
+    """The refusal.
+
+    Args:
+        smaller: settings of which each is enough.
+        selects: whether top_k has a part in it.
+    """
     gib = 2**30
     wanted, room = needed / gib, max(0, given) / gib
     beside = f" beside {outputs / gib:.3g} GiB of attention outputs" if outputs else ""
-    remedy = (
-        f"device_pages_gib={1.01 * wanted:.3g} where the device has it, page_grad_dtype='bfloat16', "
-        "page_dtype='float8', or chunk_tokens, span_tokens and (sparse attention) top_k lower"
-    )
+    lower = "chunk_tokens, span_tokens and top_k lower" if selects else "chunk_tokens and span_tokens lower"
+    remedy = ", ".join([f"device_pages_gib={1.01 * wanted:.3g} where the device has it", *smaller, f"or {lower}"])
     if outputs and needed <= given + outputs:
         remedy = "keep_outputs='auto', which keeps what fits"
     return (

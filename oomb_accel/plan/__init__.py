@@ -6,8 +6,9 @@ from oomb_accel.plan.fit import Estimate, estimate, largest_tokens
 from oomb_accel.plan.gpus import GPUS, Gpu, gpu_named, gpu_of_device
 from oomb_accel.plan.job import Found, Job, check_base_dtype, check_settings, dtypes_of, settings_of
 from oomb_accel.plan.memory import Memory, estimate_memory
+from oomb_accel.plan.memory_plan import MemoryPlan, plan_memory
 from oomb_accel.plan.pages import PageDemand, PageLayout, page_demand
-from oomb_accel.plan.pools import MemoryPlan, least_host_bytes, plan_memory
+from oomb_accel.plan.pools import least_host_bytes
 from oomb_accel.plan.shape import ModelShape, shape_of
 from oomb_accel.plan.source import read_shape
 from oomb_accel.plan.suggest import Suggestion, longest_on_this_machine, nearest, suggestions

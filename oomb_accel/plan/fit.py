@@ -8,13 +8,12 @@ from typing import Any
 from oomb_accel.plan import rates
 from oomb_accel.plan.gpus import H200
 from oomb_accel.plan.job import Job
+from oomb_accel.plan.limits import LONGEST
 from oomb_accel.plan.memory import Memory, estimate_memory
-from oomb_accel.plan.pools import Remedy
+from oomb_accel.plan.remedies import Remedy
 from oomb_accel.plan.sizes import host_margin, size_text
 from oomb_accel.plan.timing import StepTime, estimate_time
 
-LONGEST = 1 << 24
-"""Tokens; no estimate looks further."""
 CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024, 512)
 """Tokens of the chunks that are tried, the largest first."""
 _STANDING = ("weights", "weights in 8 bits", "gathered weights", "optimizer", "gradient buckets", "gradients")

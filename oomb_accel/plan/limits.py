@@ -5,7 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oomb_accel.plan.sizes import DTYPE_BYTES
+from oomb_accel.plan.sizes import DTYPE_BYTES, GIB, gib_text
+from oomb_accel.reading import shown
+
+LONGEST = 1 << 24
+"""Tokens of a document; no estimate looks further."""
 
 _FLOAT8_CAPABILITY = (8, 9)
 """Compute capability of Ada, the first GPUs that read numbers in e4m3."""
@@ -13,6 +17,77 @@ _ALIGNED_BYTES = 16
 """What rows must be a multiple of for the copy engine to step over them."""
 _SMALLEST_TILE = 16
 """Of a matrix product in Triton."""
+
+
+def check_tokens(name: str, tokens: int | None, given: object) -> int:
+    """The number, where it is one of tokens that a document may have.
+
+    Args:
+        name: of the setting or option.
+        tokens: None for what is no number.
+        given: what was written.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if tokens is None or not 2 <= tokens <= LONGEST:
+        raise ValueError(
+            f"{name} must be at least 2 tokens, and at most {LONGEST:,} ({LONGEST >> 20}M).\n  Got {shown(given)}.\n"
+            "  Write 131072, 128K or 1M (K is 1,024, M is 1,048,576)."
+        )
+    return tokens
+
+
+def host_share(available_bytes: int, margin_bytes: int, ranks_on_host: int) -> int:
+    """What each of the processes on a machine may take of its memory."""
+    return max(0, available_bytes - margin_bytes) // ranks_on_host
+
+
+def check_host_memory(
+    asked_bytes: int, *, available_bytes: int, margin_bytes: int, ranks_on_host: int, scarce: str, other: str = ""
+) -> None:
+    """Refuse a `host_memory_gib` that is more than each process may take.
+
+    Args:
+        margin_bytes: what is never planned for.
+        scarce: what decides over what is available, in words.
+        other: what else would do, behind "or".
+
+    Raises:
+        ValueError: it is more.
+    """
+    share = host_share(available_bytes, margin_bytes, ranks_on_host)
+    if asked_bytes <= share:
+        return
+    several = ranks_on_host > 1
+    remedy = f"Set host_memory_gib={gib_text(share)} or less, or 'auto'{f', or {other}' if other else ''}."
+    if gib_text(share) == "0":
+        remedy = "Free memory on this machine or raise the container's limit; no setting fits what is left."
+    raise ValueError(
+        f"host_memory_gib is more than this machine can give{' to all its ranks' if several else ''}.\n"
+        f"  Asked for {f'{ranks_on_host} x ' if several else ''}{asked_bytes / GIB:g} GiB; {gib_text(available_bytes)} "
+        f"GiB are available, of which {gib_text(margin_bytes)} GiB are left to others ({scarce}).\n"
+        f"  {remedy}"
+    )
+
+
+def check_device_pages(asked_bytes: int | None, gpu: str, memory_bytes: int, *, other: str = "") -> None:
+    """Refuse a `device_pages_gib` that is more than a whole GPU.
+
+    Args:
+        gpu: its name.
+        memory_bytes: that it has.
+        other: what else would do, behind "or".
+
+    Raises:
+        ValueError: it is more.
+    """
+    if asked_bytes is not None and asked_bytes > memory_bytes:
+        raise ValueError(
+            "device_pages_gib is more than the GPU has.\n"
+            f"  Got device_pages_gib={asked_bytes / GIB:g}; {gpu} has {memory_bytes / GIB:,.1f} GiB.\n"
+            f"  Set device_pages_gib='auto'{f', or {other}' if other else ''}."
+        )
 
 
 def check_float8(setting: str, gpu: str, capability: tuple[int, int]) -> None:

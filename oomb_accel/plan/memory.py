@@ -15,8 +15,8 @@ from oomb_accel.plan.kept import (
     kept_results,
     repeated_chunks,
 )
+from oomb_accel.plan.memory_plan import MemoryPlan, plan_memory
 from oomb_accel.plan.pages import PageDemand, page_demand
-from oomb_accel.plan.pools import MemoryPlan, plan_memory
 from oomb_accel.plan.runs import ChunkRun, num_chunks
 from oomb_accel.plan.sizes import (
     DTYPE_BYTES,
@@ -24,7 +24,6 @@ from oomb_accel.plan.sizes import (
     gathered_numbers,
     host_margin,
     in_slabs,
-    most_in_slabs,
     page_backward_bytes,
     slab_bytes_for,
 )
@@ -87,8 +86,8 @@ def estimate_memory(job: Job) -> Memory:
         working += float8_input_bytes(longest, job.model.hidden, job.model.intermediate)
     free = free_device_bytes(job, standing) - working - sum(gradients.values())
     pages_budget = host_budget_bytes(job) - (0 if job.found else sum(pinned.values()))
-    if job.host_memory_bytes is not None and job.found is None:
-        pages_budget = min(pages_budget, job.host_memory_bytes)
+    asked = None if job.found else job.host_memory_bytes  # in what was found it is counted
+    there, pages_budget = pages_budget, pages_budget if asked is None else min(pages_budget, asked)
     record = max(job.pages.value_record, job.pages.gradient_record)
     chunk_bytes = activations + max(logits, workspace)  # logits are gone when the first layer's backward runs
 
@@ -98,11 +97,13 @@ def estimate_memory(job: Job) -> Memory:
             free_device_bytes=free - results_bytes,
             activation_bytes=chunk_bytes,
             outputs_bytes=bytes_before_pages(job, chunks),
-            host_budget_bytes=most_in_slabs(pages_budget, slab_bytes_for(pages_budget, record)),
+            host_budget_bytes=there,
             chunk_tokens=job.chunk_tokens,
             offload=job.offload,
             device_pages_bytes=None if job.device_pages_bytes is None else job.device_pages_bytes - results_bytes,
             zero_stage=job.zero_stage,
+            host_memory_bytes=asked,
+            record_bytes=record,
         )
 
     def made_for(plan: MemoryPlan) -> int:

@@ -47,6 +47,22 @@ def host_margin(total_bytes: int) -> int:
     return min(total_bytes // _MARGIN_SHARE, _MOST_MARGIN_BYTES)
 
 
+def with_host_margin(num_bytes: int) -> int:
+    """Memory of a host that leaves so many bytes beside its margin."""
+    return num_bytes + min(-(-num_bytes // (_MARGIN_SHARE - 1)), _MOST_MARGIN_BYTES)
+
+
+def gib_text(num_bytes: int) -> str:
+    """GiB with one decimal, or with three below 1 GiB; rounded down, so that what is offered as a setting fits."""
+    scale = 10 if num_bytes >= GIB else 1000
+    return f"{math.floor(num_bytes / GIB * scale) / scale:.10g}"
+
+
+def gib_above(num_bytes: int) -> str:
+    """GiB with up to three decimals, rounded up: a setting of at least so many bytes."""
+    return f"{math.ceil(num_bytes / GIB * 1000) / 1000:.10g}"
+
+
 def slab_bytes_for(num_bytes: int, record_bytes: int) -> int:
     """Slab size of host memory that will hold about so many bytes: a power of two from 2 MiB to 1 GiB, at least eight
     slabs, so that the last one wastes little; larger where a record would not fit, which never straddles slabs."""
@@ -60,11 +76,6 @@ def in_slabs(num_bytes: int, slab_bytes: int) -> int:
     """Bytes of host memory that is made for so many: whole slabs, and one more for the gaps that records of two sizes
     leave."""
     return (-(-num_bytes // slab_bytes) + 1) * slab_bytes
-
-
-def most_in_slabs(num_bytes: int, slab_bytes: int) -> int:
-    """The most bytes for which `in_slabs` makes no more than so many."""
-    return max(0, (num_bytes // slab_bytes - 1) * slab_bytes)
 
 
 def record_bytes(page_tokens: int, head_dim: int, dtype: str) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from oomb_accel.plan.fit import CHUNKS, LONGEST, Estimate, estimate, estimate_that_fits, fits, largest_tokens
+from oomb_accel.plan.fit import CHUNKS, Estimate, estimate, estimate_that_fits, fits, largest_tokens
 from oomb_accel.plan.job import Job, are_settings_refused
+from oomb_accel.plan.limits import LONGEST
 from oomb_accel.plan.memory import estimate_memory
-from oomb_accel.plan.pools import SHORTEST_CHUNK
+from oomb_accel.plan.remedies import SHORTEST_CHUNK
 from oomb_accel.plan.sizes import GIB
 
 _BUDGET, _LEAST_BUDGET = 8, 4
@@ -22,6 +23,8 @@ _HOST_STEP, _MOST_HOST = 32, 4096
 """GiB in which host memory is counted, and the most that a machine may have."""
 _GPUS_OF_A_HOST = (2, 4, 8)
 _GPUS_OF_MORE_HOSTS = (16, 32, 64)
+_MACHINE = ("num_gpus", "host_bytes")
+"""What of a job is not settings."""
 _NAMES = {"host_memory_bytes": "host_memory_gib", "device_pages_bytes": "device_pages_gib"}
 
 
@@ -38,7 +41,7 @@ class Suggestion:
 
 def suggestions(job: Job) -> list[Suggestion]:
     """Single settings with which the job fits, the fastest first, or the fewest together where none is enough alone;
-    then other machines, with settings where it takes both."""
+    then other machines, with settings where it takes both: none with settings that are enough on this one."""
     settings, machines = (
         sorted(
             (Suggestion(change, found) for change, changed in changes if (found := estimate_that_fits(changed))),
@@ -51,7 +54,16 @@ def suggestions(job: Job) -> list[Suggestion]:
         if not machines:
             machines = [*_host_with_settings(job), *_gpus_with_settings(job)]
             machines.sort(key=lambda s: s.estimate.time.seconds)
-    return settings + [replace(machine, other_machine=True) for machine in machines]
+    enough = [_changed(job, found) for found in settings]
+    needed = (machine for machine in machines if not any(found <= _changed(job, machine) for found in enough))
+    return settings + [replace(machine, other_machine=True) for machine in needed]
+
+
+def _changed(job: Job, suggestion: Suggestion) -> set[tuple[str, Any]]:
+    """The settings in which they differ."""
+    changed = suggestion.estimate.job
+    values = ((field.name, getattr(changed, field.name)) for field in fields(Job) if field.name not in _MACHINE)
+    return {(name, value) for name, value in values if value != getattr(job, name)}
 
 
 def longest_on_this_machine(job: Job) -> Suggestion | None:
@@ -223,6 +235,8 @@ def _changes(job: Job) -> Iterator[tuple[str, Job]]:
         yield "attention: sparse", replace(job, attention="sparse")
     if job.offload != "auto":
         yield "offload: auto", replace(job, offload="auto")
+    if job.device_pages_bytes is not None:
+        yield "device_pages_gib: auto", replace(job, device_pages_bytes=None)
     if job.host_memory_bytes is not None:
         yield "host_memory_gib: auto", replace(job, host_memory_bytes=None)
     if job.num_gpus > 1 and job.zero_stage != 3:

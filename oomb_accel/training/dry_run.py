@@ -13,7 +13,8 @@ import torch
 from accelerate.utils import DeepSpeedPlugin
 
 from oomb_accel.config import OombConfig
-from oomb_accel.host import host_limits
+from oomb_accel.host import host_budget, host_limits
+from oomb_accel.integrations.agreement import ranks_on_host
 from oomb_accel.integrations.rope import check_length
 from oomb_accel.plan import (
     Estimate,
@@ -34,6 +35,7 @@ from oomb_accel.plan import (
 )
 from oomb_accel.plan.fit import CHUNKS
 from oomb_accel.plan.gpus import H200
+from oomb_accel.plan.limits import check_device_pages
 from oomb_accel.plan.sizes import GIB
 from oomb_accel.sampler import LengthBalancedSampler, Step, tokens_of
 from oomb_accel.sources import gather, resolve
@@ -175,6 +177,9 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
     job = _job(recipe, config, machine) if recipe.oomb.enabled else None
     if job is not None:
         check_settings(job)
+        check_device_pages(job.device_pages_bytes, job.gpu.name, job.gpu.memory_bytes)
+        if machine.on_gpu and gpu is None:
+            _check_this_host(recipe.oomb, num_gpus)
     corpus = load_corpus(recipe, load_tokenizer(recipe))
     check_vocabulary(corpus.documents, config.get_text_config().vocab_size)
     lengths = corpus.documents.num_tokens()
@@ -194,7 +199,7 @@ def plan_training(recipe: Recipe, *, gpu: str | None = None, num_gpus: int | Non
         machine=machine,
         lengths=lengths,
         num_targets=sum(corpus.documents.num_targets()),
-        notes=[*corpus.notes, *_note_of(folder), *_note_of_gpus(job)],
+        notes=[*corpus.notes, *_note_of(folder), *_note_of_gpus(job), *_note_of_host(job, recipe.oomb, num_gpus)],
         num_steps=num_steps,
         steps_done=min(num_steps, read_progress(folder.resume)["step"] if folder.resume is not None else 0),
         steps_per_epoch=sampler.steps_per_epoch,
@@ -220,6 +225,29 @@ def _note_of_gpus(job: Job | None) -> list[str]:
     except ValueError as error:
         return [f"a run on a GPU would be refused: {_on_a_line(str(error))}"]
     return []
+
+
+def _note_of_host(job: Job | None, oomb: OombConfig, num_gpus: int | None) -> list[str]:
+    """That this machine would refuse a run which is estimated for another one, as it has no GPU."""
+    if job is None or job.on_gpu:
+        return []
+    try:
+        _check_this_host(oomb, num_gpus)
+    except ValueError as error:
+        return [f"a run on this machine would be refused: {_on_a_line(str(error))}"]
+    return []
+
+
+def _check_this_host(oomb: OombConfig, num_gpus: int | None) -> None:
+    """Refuse host memory that this machine does not have, as the engine does.
+
+    Args:
+        num_gpus: those asked for; else those of the launch on this machine.
+
+    Raises:
+        ValueError: it is more.
+    """
+    host_budget(oomb.host_memory_gib, host_limits(), ranks_on_host=num_gpus or ranks_on_host())
 
 
 def _on_a_line(message: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from oomb_accel.setting_text import LENGTH_NAMES
+
 _LEAVE = "Leave it out"
 _WEIGHTS = f"{_LEAVE}: weights of a recipe are bf16 or fp32."
 _ATTENTION = f"{_LEAVE}; oomb.backend chooses the attention kernels."
@@ -57,9 +59,7 @@ OTHER_NAMES = {
     "dataloader_num_workers": f"{_LEAVE}.",
     "chat_template": f"{_LEAVE}: the tokenizer's own is used.",
     "special_tokens": f"{_LEAVE}: the tokenizer's own are used.",
-    "sequence_len": "Set max_length.",
-    "max_seq_length": "Set max_length.",
-    "max_seq_len": "Set max_length.",
+    **dict.fromkeys(LENGTH_NAMES, "Set max_length."),
     "excess_length_strategy": "Set truncation: error, drop, start, end or split.",
     "truncation_mode": "Set truncation: error, drop, start, end or split.",
     "sample_packing": "Set packing.",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from oomb_accel.config import OombConfig
 from oomb_accel.plan import Adapters
+from oomb_accel.plan.limits import check_tokens
 from oomb_accel.reading import shown
 from oomb_accel.sources import Source
 from oomb_accel.spelling import called
@@ -198,6 +199,8 @@ class Recipe:
             setattr(self, name, checked_path(name, getattr(self, name)))
         for name in _LEAST:
             _check_range(name, getattr(self, name))
+        if self.max_length is not None:
+            check_tokens("max_length", self.max_length, self.max_length)
         self._check_together()
 
     def _check_together(self) -> None:
@@ -312,7 +315,6 @@ _LEAST: dict[str, float] = {
     "lora_r": 0,
     "lora_alpha": 1e-6,
     "lora_dropout": 0,
-    "max_length": 2,
     "learning_rate": 0,
     "warmup_steps": 0,
     "weight_decay": 0,

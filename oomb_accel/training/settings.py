@@ -45,7 +45,7 @@ class Setting:
         if typing.get_origin(self.options[0]) is Literal and len(words) == 1:
             return f"Set {self.name}: {words[0]}, the only one."
         example = f", for example {self.default}" if type(self.default) in (int, float) else ""
-        return allowed(value, self.options, self.spell() + example)
+        return allowed(self.name, value, self.options, self.spell() + example)
 
 
 def field_docs(cls: type) -> dict[str, str]:

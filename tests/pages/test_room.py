@@ -147,6 +147,31 @@ def test_a_small_pool_brings_ahead_before_it_keeps() -> None:
         assert room.reserve == min(3 * least, room.num_slots)
 
 
+@pytest.mark.parametrize("share", [0.3, 0.55, 0.7, 0.8, 0.99])
+@pytest.mark.parametrize("like", [shape(None, None), shape(None, sparse=(0,)), shape(None, grad_dtype=torch.bfloat16)])
+@pytest.mark.parametrize("float8", [False, True])
+def test_too_little_names_no_setting_that_is_set_or_not_enough(like: PageShape, share: float, float8: bool) -> None:
+    like, plan = replace(like, float8=float8), schedule(400)
+    least = max(NEEDS.of_layer(like, layer) for layer in range(like.num_layers))
+    sizes = [like.slot_bytes(like.value_dtype(torch.float32)), like.slot_bytes(like.grad_dtype)]
+    given = like.fixed_bytes(plan) + int(share * sum(least * size for size in sizes))
+    with pytest.raises(ValueError, match="too little memory for the pages of one chunk") as caught:
+        divide(like, plan, torch.float32, NEEDS, given)
+    remedy = str(caught.value).splitlines()[2]
+    narrow, small = replace(like, grad_dtype=torch.bfloat16), replace(like, float8=True)
+    for name, other in (("page_grad_dtype='bfloat16'", narrow), ("page_dtype='float8'", small)):
+        assert (name in remedy) == (other != like and _has_room(other, plan, given)), remedy
+    assert ("top_k" in remedy) == bool(like.sparse_layers)
+
+
+def _has_room(like: PageShape, plan: ChunkSchedule, given: int) -> bool:
+    try:
+        divide(like, plan, torch.float32, NEEDS, given)
+    except ValueError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("least", [{"chunk_pages": 8}, {"listed_pages": 40}, {"span_pages": 30}])
 def test_too_little_for_one_chunk(least: dict[str, Any]) -> None:
     """The error names what helps: each of these alone needs less."""
@@ -158,6 +183,6 @@ def test_too_little_for_one_chunk(least: dict[str, Any]) -> None:
     assert divide(like, plan, torch.float32, needs, enough) is not None
     with pytest.raises(ValueError, match="too little memory for the pages of one chunk") as caught:
         divide(like, plan, torch.float32, needs, enough - 1)
-    for name in ("chunk_tokens", "span_tokens", "top_k", "page_grad_dtype", "device_pages_gib"):
+    for name in ("chunk_tokens", "span_tokens", "top_k", "page_dtype", "device_pages_gib"):
         assert name in str(caught.value)
     assert divide(like, plan, torch.float32, NEEDS, enough - 1) is not None

@@ -14,6 +14,7 @@ import pytest
 from oomb_accel.cli import main
 from oomb_accel.cli.estimate import token_count
 from oomb_accel.plan.known import KNOWN
+from oomb_accel.plan.limits import LONGEST
 from oomb_accel.plan.sizes import GIB
 from tests.docs.messages import ROOT
 
@@ -122,13 +123,21 @@ def test_memory_settings_that_contradict_each_other(capsys: pytest.CaptureFixtur
     ("words", "what", "remedy"),
     [
         ("--device_pages_gib 300", "more than the GPU has", "--gpu_gib"),
-        ("--host_memory_gib 300", "more than the host has", "--host_gib 300"),
-        ("--gpus 8 --zero 2 --host_gib 32 --host_memory_gib 20", "for each of 8 processes", "--host_gib 160"),
+        ("--host_memory_gib 300", "more than this machine can give", "--host_gib 304"),
+        ("--host_memory_gib 126", "more than this machine can give", "--host_gib 130"),
+        ("--gpus 8 --zero 2 --host_gib 32 --host_memory_gib 20", "to all its ranks", "--host_gib 164"),
+        ("--gpus 8 --zero 2 --host_gib 32 --host_memory_gib 4", "Asked for 8 x 4 GiB", "--host_gib 35"),
     ],
 )
 def test_more_than_the_machine_has(capsys: pytest.CaptureFixture[str], words: str, what: str, remedy: str) -> None:
+    """Either remedy will do."""
     code, text = run(capsys, f"qwen2.5-7b --length 64K {words}")
     assert code == 2 and what in text and remedy in text
+    first = words.replace("--host_gib 32", "")
+    if "host_memory" in words:
+        assert run(capsys, f"qwen2.5-7b --length 64K {first} {remedy}")[0] == 0
+        (lower,) = re.findall(r"host_memory_gib=([\d.]+) or less", " ".join(text.split()))
+        assert run(capsys, f"qwen2.5-7b --length 64K {re.sub('memory_gib .*', f'memory_gib {lower}', words)}")[0] == 0
 
 
 def test_pinned_memory_stays_within_its_limit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +188,10 @@ def test_host_memory_has_a_least_and_a_most(capsys: pytest.CaptureFixture[str], 
         "device_pages_gib: 8, host_memory_gib: 20}\n"
     )
     code, text = run(capsys, str(recipe))
-    assert code == 1 and "19.0 GiB may be used" in text and "  host_memory_gib: auto " in text
+    assert code == 1 and "20.0 GiB may be used (host_memory_gib)" in text and "  host_memory_gib: auto " in text
+    (number,) = re.findall(r"Set host_memory_gib=([\d.]+) or more, or 'auto'", text)
+    assert run(capsys, f"{recipe} --host_memory_gib {number}")[0] == 0
+    assert run(capsys, f"{recipe} --host_memory_gib {float(number) - 0.1}")[0] == 1
     _, text = run(capsys, f"{recipe} --host_memory_gib 60")
     assert "It fits" in text and "and up to, where there is room" in text
 
@@ -224,11 +236,25 @@ def test_a_gpu_is_named_once_in_a_line(capsys: pytest.CaptureFixture[str], words
 
 
 def test_a_document_beyond_all_estimates_is_refused_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, text = run(capsys, "qwen2.5-7b --length 999999999999")
-    assert code == 2 and "999,999,999,999 tokens; the most are 16,777,216" in text
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model_name_or_path: qwen2.5-7b\nmax_length: 16M\nper_device_train_batch_size: 2\n")
+    for words in ("--length 16777217", "--length 999999999999", f"--length {10**13}", f"--length {'9' * 99}"):
+        code, text = run(capsys, f"qwen2.5-7b {words}")
+        assert code == 2 and "at least 2 tokens, and at most 16,777,216 (16M)" in " ".join(text.split())
+    code, text = run(capsys, str(recipe))
+    assert code == 2 and "at most 16,777,216 (16M)" in " ".join(text.split()) and "Got '33554432'" in text
+    assert token_count("16M") == LONGEST
+
+
+def test_the_same_limit_holds_for_all_that_is_counted_in_tokens(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of chunks and pages, and in a recipe."""
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model_name_or_path: qwen2.5-7b\nmax_length: 17M\n")
-    assert run(capsys, str(recipe))[0] == 2
+    for words in ("qwen2.5-7b --chunk_tokens 17M", "qwen2.5-7b --page_tokens 17M --chunk_tokens 16M", str(recipe)):
+        code, text = run(capsys, words)
+        assert code == 2 and "16,777,216" in text and "10^12" not in text, text
 
 
 def test_weights_are_as_wide_as_in_the_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -286,7 +312,7 @@ def test_lengths(text: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "ten", "1", "-5", "1G", "1e6", "1,2,3K", "1,2,3", "1__0K", "0.3K", "1.K"])
 def test_what_is_no_length(text: str) -> None:
-    with pytest.raises(ValueError, match="is no number of tokens"):
+    with pytest.raises(ValueError, match="at least 2 tokens, and at most 16,777,216"):
         token_count(text)
 
 
@@ -303,6 +329,9 @@ def test_what_is_no_length(text: str) -> None:
         ("qwen2.5-7b --full --lora_r 8", "Got --full with --lora_r 8."),
         ("qwen2.5-7b --top-k 16", "Use --attention sparse, or leave --top_k out."),
         ("qwen2.5-7b --length soon", "Write 131072, 128K or 1M"),
+        ("qwen2.5-7b --tokens 1M", "Did you mean '--length'?"),
+        ("qwen2.5-7b --max-seq-length 1M", "Did you mean '--length'?"),
+        ("qwen2.5-7b tokens 1M", "Did you mean '--length'?"),
         ("qwen2.5-7b lenght 1M", "Unknown word 'lenght' on the command line."),
         ("qwen2.5-7b lenght 1M", "Did you mean '--length'?"),
         ("qwen2.5-7b page-tokens 64", "Did you mean '--page_tokens'?"),
@@ -316,6 +345,12 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], words: str, message: str) 
     code, text = run(capsys, words)
     assert code == 2 and message in text and "Traceback" not in text
     assert len(text.strip().splitlines()) <= 3
+
+
+@pytest.mark.parametrize("command", ["verify", "bench step", "eval"])
+def test_the_length_of_other_commands(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([*command.split(), "qwen2.5-7b", "--max_length", "64K"]) == 2
+    assert "Did you mean '--tokens'?" in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -439,6 +474,39 @@ def test_a_recipe_says_what_options_say(capsys: pytest.CaptureFixture[str], reci
     same = report(capsys, recipe)
     assert same == typed
     assert "made for 262,144 tokens" in run(capsys, recipe)[1]  # with its RoPE
+
+
+def test_two_lengths_on_the_command_line(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    """Neither wins silently; over that of the recipe, one of them goes. Two documents are one step."""
+    for words in ("--length 64K --max_length 48K", "--max-length=48K --length=64K"):
+        code, text = run(capsys, f"{recipe} {words}")
+        assert code == 2 and "Two options say how long documents are." in text
+        assert "Got --length 64K, and --max_length 49,152 with 2 documents in a batch" in " ".join(text.split())
+        assert "98304" in text
+    assert report(capsys, f"{recipe} --length 96K --max_length 48K")["tokens"] == 96 << 10
+    assert report(capsys, f"{recipe} --length 64K")["tokens"] == 64 << 10
+    assert report(capsys, f"{recipe} --max_length 48K")["tokens"] == 96 << 10
+
+
+@pytest.mark.parametrize(
+    ("words", "got"),
+    [
+        ("--oomb.chunk_tokens 4K --chunk_tokens 8K", "--chunk_tokens 8192 and --oomb.chunk_tokens 4096"),
+        ("--attention dense --oomb.attention=sparse", "--attention dense and --oomb.attention sparse"),
+        ("--oomb.keep-outputs false --keep_outputs true", "--keep_outputs true and --oomb.keep_outputs false"),
+        ("--oomb.host_memory_gib 8 --host_memory_gib 9 --offload auto", "--host_memory_gib 9.0 and --oomb.host_memory"),
+    ],
+)
+def test_a_setting_under_both_of_its_names(
+    capsys: pytest.CaptureFixture[str], recipe: str, words: str, got: str
+) -> None:
+    Path(recipe).write_text(RECIPE.replace("offload: false, ", ""))
+    code, text = run(capsys, f"{recipe} {words}")
+    assert code == 2 and "stands twice on the command line" in text and got in text
+
+
+def test_a_setting_under_both_of_its_names_with_one_value(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    assert run(capsys, f"{recipe} --oomb.chunk_tokens 4096 --chunk_tokens 4K")[0] in (0, 1)
 
 
 def test_the_revision_of_a_recipe_is_the_one_that_is_read(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +93,94 @@ RIVALS = [
 ]
 
 
-@pytest.mark.parametrize("of", [*REFUSED, *RIVALS])
+LIMITED = [
+    job(
+        attention="sparse", device_pages_bytes=4 * GIB
+    ),  # less than a chunk needs; the least would leave the host short
+    job(attention="sparse", device_pages_bytes=GIB // 2, host_bytes=512 * GIB),  # the least will do
+    job(attention="sparse", device_pages_bytes=4 * GIB, host_bytes=64 * GIB),  # all that is free will not do
+    job(attention="sparse", device_pages_bytes=100 * GIB),  # more than is free
+    job(attention="sparse", device_pages_bytes=100 * GIB, host_bytes=64 * GIB),
+    job(attention="sparse", device_pages_bytes=20 * GIB),  # enough for a chunk, and too little for the host
+    job(attention="sparse", device_pages_bytes=4 * GIB, chunk_tokens=65536),  # the GPU has no room for a chunk
+    job(attention="sparse", device_pages_bytes=4 * GIB, host_memory_bytes=16 * GIB),
+    job(attention="sparse", host_memory_bytes=16 * GIB),
+    job(attention="sparse", host_memory_bytes=16 * GIB, host_bytes=64 * GIB),  # the whole host will not do
+    job(attention="sparse", page_grad_dtype="bfloat16", host_memory_bytes=4 * GIB, num_gpus=2, zero_stage=3),
+]
+
+
+@pytest.mark.parametrize("of", LIMITED)
+def test_limits_that_settings_put(of: Job) -> None:
+    """`auto` is among the changes where it alone is enough, and nothing that takes more is; a number in the refusal is
+    the least that will do."""
+    found, changes = estimate(of), suggestions(of)
+    assert not found.fits and all(change.estimate.fits for change in changes)
+    named = [change.change for change in changes]
+    for name in ("device_pages", "host_memory"):
+        free = _with(of, f"{name}_bytes", None)
+        enough = free != of and estimate(free).fits
+        assert (f"{name}_gib: auto" in named) == enough
+        if enough:
+            assert not [change for change in named if "auto, " in change or change.endswith(f", {name}_gib: auto")]
+            assert not [change for change in named if "GPUs" in change and f"{name}_gib" in change]
+    for name, number in re.findall(r"Set (\w+)_gib=([\d.]+) or more, or 'auto'\.", found.refusal):
+        assert not estimate(_with(of, f"{name}_bytes", int((float(number) - 0.1) * GIB))).fits
+        assert estimate(_with(of, f"{name}_bytes", int((float(number) + 5) * GIB))).fits
+
+
+def _with(of: Job, name: str, num_bytes: int | None) -> Job:
+    settings: dict[str, Any] = {name: num_bytes}
+    return replace(of, **settings)
+
+
+@pytest.mark.parametrize(
+    ("of", "what", "remedy"),
+    [
+        (LIMITED[0], "device_pages_gib is less than the pages that a chunk needs at once.", "  Set device_pages_gib="),
+        (LIMITED[1], "device_pages_gib is less than the pages that a chunk needs at once.", "  Set device_pages_gib=7"),
+        (
+            LIMITED[2],
+            "device_pages_gib is less than the pages that a chunk needs at once.",
+            "  device_pages_gib='auto' ",
+        ),
+        (LIMITED[3], "device_pages_gib is more than the GPU has free for pages.", "  Set device_pages_gib=79"),
+        (LIMITED[4], "device_pages_gib is more than the GPU has free for pages.", "  device_pages_gib='auto' is part"),
+        (LIMITED[5], "Host memory is too small for the pages of this document.", "  Set device_pages_gib="),
+        (LIMITED[6], "The GPU has no room for one chunk and the pages that it needs at once.", "  Set chunk_tokens="),
+        (LIMITED[8], "Host memory is too small for the pages of this document.", "  Set host_memory_gib=8"),
+    ],
+)
+def test_each_limit_has_words_of_its_own(of: Job, what: str, remedy: str) -> None:
+    first, _, last = estimate(of).refusal.splitlines()
+    assert first == what and last.startswith(remedy)
+
+
+def test_a_larger_machine_is_not_named_with_what_is_enough_on_this_one() -> None:
+    """Where several settings are needed, too."""
+    for of in (*REFUSED, *RIVALS, *LIMITED):
+        changes = suggestions(of)
+        here = [_changed(of, change.estimate.job) for change in changes if not change.other_machine]
+        for change in changes:
+            if change.other_machine:
+                assert not [settings for settings in here if settings <= _changed(of, change.estimate.job)], (
+                    change.change
+                )
+
+
+def _changed(of: Job, to: Job) -> set[tuple[str, object]]:
+    names = [field.name for field in fields(Job) if field.name not in ("num_gpus", "host_bytes")]
+    return {(name, getattr(to, name)) for name in names if getattr(to, name) != getattr(of, name)}
+
+
+@pytest.mark.parametrize("of", [*REFUSED, *RIVALS, *LIMITED])
 def test_a_refusal_says_set_only_where_that_is_enough(of: Job) -> None:
     remedy = estimate(of).refusal.splitlines()[2]
     values = {name: eval(value) for name, value in re.findall(r"(\w+)=('\w+'|\d+(?:\.\d+)?)", remedy)}
-    if "device_pages_gib" in values:
-        values = {"device_pages_bytes": int(values["device_pages_gib"] * GIB)}
+    for name in ("device_pages", "host_memory"):
+        if f"{name}_gib" in values:
+            gib = values.pop(f"{name}_gib")
+            values[f"{name}_bytes"] = None if gib == "auto" else int(gib * GIB)
     if values:
         enough = estimate(replace(of, **values)).fits
         assert remedy.startswith("  Set ") == enough and ("part of it" in remedy) != enough, remedy

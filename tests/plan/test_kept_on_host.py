@@ -69,6 +69,13 @@ def test_half_of_what_a_process_may_have_unless_the_setting_says_how_much() -> N
     assert 87 * GIB < asked <= 90 * GIB
 
 
+@pytest.mark.parametrize("keep_outputs", ["auto", True])
+def test_offload_of_everything_keeps_none_there(keep_outputs: Any) -> None:
+    """As docs/memory.md says; what the device keeps is its own affair."""
+    memory = estimate(job(offload=True, keep_outputs=keep_outputs)).memory
+    assert memory.plan.offloads and memory.pinned["kept outputs"] == 0
+
+
 def test_beside_pages() -> None:
     """Everything that is kept lies on the host then. With lists at random, too, the bus has time for it; and what
     attention need not do again needs no pages."""

@@ -229,6 +229,8 @@ def test_bad_settings(settings: dict[str, Any], write_recipe: Write, change: dic
         (["--oomb.attention", "spares"], ["--oomb.attention", "'spares'", "Did you mean 'sparse'?", "'dense' or"]),
         (["--mixed_precision", "bf61"], ["Did you mean 'bf16'?"]),
         (["--use_liger", "atuo"], ["Did you mean 'auto'?"]),
+        (["--tokens", "64K"], ["'--tokens'", "Set max_length."]),
+        (["--length", "64K"], ["'--length'", "Set max_length."]),
         (["--lora_r"], ["--lora_r", "no value"]),
         (["8"], ["'8'", "--name value"]),
         (["--oomb", "{}"], ["--oomb"]),
