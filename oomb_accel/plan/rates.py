@@ -19,8 +19,12 @@ FLOAT8 = 1.65
 """How much faster base products in 8 bits are, with quantising (`oomb bench step`: 5.26 s, not 6.73)."""
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 573 / 989, 505 / 989
 """Dense attention by library kernels, head_dim 128, with merging."""
-SELECTED_FORWARD, SELECTED_BACKWARD = 450 / 989, 275 / 989
+SELECTED_FORWARD, SELECTED_BACKWARD = 560 / 989, 342 / 989
 """Attention to selected pages, lists at random."""
+LIST_KEYS = 500
+"""A list takes as long as this many keys more, whatever its length: `oomb bench attention` with lists of 16, 32 and 64
+pages says 530 forward (0.45, 0.80, 1.52 ms at 128K) and 430 backward (1.60, 2.96, 5.57 ms), whole steps a little
+more."""
 SCORING = 190 / 989
 """Scoring the mean keys of pages (`oomb bench attention`: 1.36 ms at 1M tokens, 0.23 at 128K)."""
 

@@ -149,7 +149,10 @@ def _compute(
     parts["attention inside chunks"] += attention(own, rates.ATTENTION_FORWARD, rates.ATTENTION_BACKWARD)
     parts["attention to the past"] += attention(past, rates.ATTENTION_FORWARD, rates.ATTENTION_BACKWARD)
     parts["attention to the past"] += attention(
-        selected, rates.SELECTED_FORWARD, rates.SELECTED_BACKWARD, _products(job, tokens)
+        selected * (1 + rates.LIST_KEYS / (job.top_k * job.page_tokens)),
+        rates.SELECTED_FORWARD,
+        rates.SELECTED_BACKWARD,
+        _products(job, tokens),
     )
     if selected:
         mean_keys = run.mean_past_pages * parts_of(job.page_tokens)

@@ -136,8 +136,8 @@ def test_scores_that_are_formed_twice_take_longer(monkeypatch: pytest.MonkeyPatc
     five = [estimate(of).time.parts for of in jobs]
     assert found[0] == five[0]
     more = {part: seconds - five[1][part] for part, seconds in found[1].items()}
-    pairs = 28 * 16384 * 64 * 128 * 7  # of all chunks but the first, which has no past
-    assert more.pop("attention to the past") == pytest.approx(pairs * 4 * 28 * 128 / 275e12)
+    pairs = 28 * 16384 * (64 * 128 + rates.LIST_KEYS) * 7  # of all chunks but the first, which has no past
+    assert more.pop("attention to the past") == pytest.approx(pairs * 4 * 28 * 128 / 342e12)
     assert set(more.values()) == {0.0}
 
 
