@@ -170,15 +170,8 @@ def _divided(
         ValueError: the device has no room for what layers need at once.
     """
     trains, shape, dtype = torch.is_grad_enabled(), _shape_now(state), compute_dtype(state.base, device)
-    rooms = divide(
-        shape,
-        schedule,
-        dtype,
-        state.pass_needs(),
-        device_bytes,
-        with_gradients=trains,
-        outputs_bytes=outputs_bytes,
-    )
+    needs = state.pass_needs()
+    rooms = divide(shape, schedule, dtype, needs, device_bytes, with_gradients=trains, outputs_bytes=outputs_bytes)
     if rooms is not None and trains and shape.sparse_layers:
         living = _living_host_bytes(state, schedule, shape, rooms, dtype)
         rooms = replace(rooms, host_bytes=min(rooms.host_bytes, living))
@@ -288,11 +281,14 @@ def _bytes_with_outputs(
     if config.device_pages_gib != "auto":
         asked, free = int(config.device_pages_gib * GIB), free_bytes(device)
         if min(asked, shape.num_bytes(schedule, dtype)) > free:
-            fits = max(0, free - _other_bytes(state, schedule, dtype, trained))
+            fits = free - _other_bytes(state, schedule, dtype, trained)
+            remedy = "Free memory on the device, or set chunk_tokens lower."
+            if fits > 0:  # three digits, and not above it
+                remedy = f"Set device_pages_gib={0.995 * fits / GIB:.3g} or less, or 'auto'."
             raise ValueError(
                 "device_pages_gib is more than the device has free.\n"
                 f"  Got device_pages_gib={config.device_pages_gib:g}; {max(0, free) / GIB:.3g} GiB are free.\n"
-                f"  Set device_pages_gib={fits / GIB:.3g} or less, or 'auto'."
+                f"  {remedy}"
             )
         return asked
     if config.offload is False:
