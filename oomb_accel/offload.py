@@ -18,8 +18,6 @@ from oomb_accel.host import (
     HostStack,
     HostStore,
     cuda_pinner,
-    gib_above,
-    gib_text,
     host_budget,
     host_limits,
 )
@@ -38,7 +36,7 @@ from oomb_accel.pages import (
 )
 from oomb_accel.plan.limits import host_share
 from oomb_accel.plan.places import ALIGNED_BYTES, host_bytes_for_results
-from oomb_accel.plan.sizes import in_slabs, slab_bytes_for
+from oomb_accel.plan.sizes import gib_above, gib_text, in_slabs, slab_bytes_for
 from oomb_accel.schedule import ChunkSchedule
 
 _SHORTER = "Train on shorter documents, or free host memory."
@@ -70,6 +68,15 @@ class Offload:
     def __post_init__(self) -> None:
         if self.ranks_on_host > 1:
             self._limits = host_limits()
+
+    def check_setting(self) -> None:
+        """Refuse a `host_memory_gib` that the machine does not have, whether or not pages need so much.
+
+        Raises:
+            ValueError: it is more.
+        """
+        if self.host_memory_gib != "auto":
+            self._known_budget()
 
     def check(self, num_bytes: int, record_bytes: int, remedy: Callable[[Sequence[str]], str] | None = None) -> int:
         """Refuse what is more host memory than there may be, beside what other streams hold. What is kept of them gives
@@ -168,14 +175,10 @@ class Offload:
         if not self._keeps_results:
             return 0
         now, arena = host_limits(), self.arena
-        try:
-            budget = self._known_budget()
-        except ValueError:  # pages that need it will tell
-            return 0
         asked = self.host_memory_gib != "auto"
-        left = max(0, now.available_bytes - now.margin_bytes) // self.ranks_on_host
+        left = host_share(now.available_bytes, now.margin_bytes, self.ranks_on_host)
         there = host_bytes_for_results(left, is_asked_for=asked) + (0 if arena is None else arena.free_bytes)
-        most = host_bytes_for_results(budget, is_asked_for=asked) - self.host_bytes()["page_memory_used"]
+        most = host_bytes_for_results(self._known_budget(), is_asked_for=asked) - self.host_bytes()["page_memory_used"]
         spare = min(there, most) - self._awaited_bytes()
         slab_bytes = max(slab_bytes_for(spare, ALIGNED_BYTES), 0 if arena is None else arena.slab_bytes)
         return max(0, spare // slab_bytes * slab_bytes)

@@ -123,6 +123,27 @@ def test_a_slab_holds_pages_or_results(
         assert_same_bits(found[1], found[0])
 
 
+@pytest.mark.parametrize("keep", ["auto", True])
+def test_memory_is_looked_at_once_for_pages(
+    keep: Any, model: nn.Module, rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With results on their way pages are divided twice; what is free, and what else a step takes, is asked once: on a
+    GPU each takes the host about a millisecond."""
+    rooms(0, 64 * MIB)
+    looked = list[torch.device]()
+
+    def free_bytes(device: torch.device) -> int:
+        looked.append(device)
+        return GIB
+
+    monkeypatch.setattr(step_memory, "free_bytes", free_bytes)
+    with switched_on(twin(model), config(**SMALL, keep_outputs=keep)) as ours, torch.enable_grad():
+        state = attachment_of(ours)
+        schedule = ChunkSchedule.build([150], range(149), chunk_tokens=state.chunk_tokens, page_tokens=4)
+        pages = step_memory.divide_pages(state, schedule, torch.device("cpu"), trained_parameters(ours))
+    assert pages is not None and pages.results_bytes and len(looked) == 1
+
+
 def test_the_device_leaves_as_much_to_results_as_the_estimate_says(model: nn.Module, rooms: Rooms) -> None:
     rooms(0, 64 * MIB)
     for keep in ("auto", True):

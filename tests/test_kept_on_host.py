@@ -391,8 +391,17 @@ def test_as_much_as_the_setting_allows(model: nn.Module) -> None:
         assert offload.spare_bytes() == spare
         kept._stack.take(spare)
         assert offload.spare_bytes() == 0 and offload.kept_on_host(spare, 0, device) is None
-    with switched_on(twin(model), config(host_memory_gib=1e6)) as ours:
-        assert attachment_of(ours).offload.spare_bytes() == 0
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_more_than_the_machine_has_is_refused_where_no_page_needs_it_too(model: nn.Module, trains: bool) -> None:
+    """As a dry run says. Else the setting would be without a word as if it were not there: nothing was kept."""
+    with (
+        switched_on(twin(model), config(host_memory_gib=1e6)) as ours,
+        torch.set_grad_enabled(trains),
+        pytest.raises(ValueError, match="host_memory_gib is more than this machine can give"),
+    ):
+        ours(**padded(documents_of(60)).batch)
 
 
 def test_a_share_of_what_the_machine_has_left(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from oomb_accel.host.limits import HostLimits, MemoryGroup, host_budget, host_li
 from oomb_accel.host.mapping import Pinner, cuda_pinner
 from oomb_accel.host.stack import HostStack, Piece
 from oomb_accel.host.store import HostStore
-from oomb_accel.plan.sizes import gib_above, gib_text
 
 __all__ = [
     "HostArena",
@@ -19,8 +18,6 @@ __all__ = [
     "Pinner",
     "Slab",
     "cuda_pinner",
-    "gib_above",
-    "gib_text",
     "host_budget",
     "host_limits",
 ]

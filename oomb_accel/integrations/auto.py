@@ -22,6 +22,7 @@ from oomb_accel.integrations.support import compute_dtype, gathered_bytes, whole
 from oomb_accel.keep import free_bytes
 from oomb_accel.plan import Choice, Found, Job, ModelShape, choose, settings_of
 from oomb_accel.plan.gpus import H200
+from oomb_accel.plan.limits import host_share
 from oomb_accel.plan.sizes import DTYPE_BYTES, GIB
 
 _AUTO = ("chunk_tokens", "page_grad_dtype")
@@ -102,7 +103,7 @@ def _found(state: Attachment, device: torch.device) -> Found:
     trained = [p for p in state.model.parameters() if p.requires_grad]
     moments = 0 if state.optimizer_stands else sum(2 * p.element_size() * whole_numel(p) for p in trained)
     limits, limit = host_limits(), state.config.host_memory_gib
-    host = max(0, limits.available_bytes - limits.margin_bytes) // ranks_on_host()
+    host = host_share(limits.available_bytes, limits.margin_bytes, ranks_on_host())
     return Found(
         device_bytes=free_bytes(device) - moments - gathered_bytes(state.model),
         host_bytes=host if limit == "auto" else min(host, int(limit * GIB)),

@@ -186,6 +186,7 @@ def checked_stream(state: Attachment, batch: dict[str, Any]) -> Stream:
     if config.beyond_trained_length == "error":
         check_length(text_config, stream.document_tokens)
     _check_normaliser(batch, stream)
+    state.offload.check_setting()
     trained = trained_parameters(state.model)
     rooms = divide_pages(state, stream.schedule, tokens.device, trained)
     if rooms is not None:  # before other ranks wait for this one within a pass

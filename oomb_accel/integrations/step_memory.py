@@ -23,7 +23,7 @@ from oomb_accel.kept_on_host import ChunkOnHost
 from oomb_accel.kept_results import HEAD, ChunkResults
 from oomb_accel.memory import StreamMemory
 from oomb_accel.offload import StreamRecords
-from oomb_accel.pages import PagedKVCache, PageRooms, PageShape, PassNeeds, divide, working_bytes
+from oomb_accel.pages import PagedKVCache, PageRooms, PageShape, divide, working_bytes
 from oomb_accel.plan import PageLayout, least_host_bytes, page_demand
 from oomb_accel.plan.runs import runs_of
 from oomb_accel.plan.sizes import float8_input_bytes, head_gradient_bytes, kept_product_bytes, output_bytes
@@ -135,13 +135,14 @@ def divide_pages(
     Raises:
         ValueError: pages fit neither on the device nor in host memory, or a setting asks for more than there is.
     """
-    rooms = _divided(state, schedule, device, trained)
+    left, outputs = _bytes_for_pages(state, schedule, device, trained)
+    rooms = _divided(state, schedule, device, left, outputs)
     if rooms is None:
         return None
 
     def remedy(enough: Sequence[str]) -> str:
         def has_room(other: ChunkSchedule) -> bool:
-            found = _divided(state, other, device, trained)
+            found = _divided(state, other, device, *_bytes_for_pages(state, other, device, trained))
             return found is None or _has_host_room(state, found, device)
 
         return remedy_for(state, schedule, device, has_room, enough)
@@ -151,39 +152,35 @@ def divide_pages(
         return rooms
     results = _bytes_on_their_way(state, schedule, device, compute_dtype(state.base, device), rooms)
     with suppress(ValueError):  # pages come first
-        tighter = _divided(state, schedule, device, trained, results) if results else None
+        tighter = _divided(state, schedule, device, left - results, outputs) if results else None
         if tighter is not None and _has_host_room(state, tighter, device):
-            return tighter
+            return replace(tighter, results_bytes=results)
     return rooms
 
 
 def _divided(
-    state: Attachment,
-    schedule: ChunkSchedule,
-    device: torch.device,
-    trained: Sequence[nn.Parameter],
-    results_bytes: int = 0,
+    state: Attachment, schedule: ChunkSchedule, device: torch.device, device_bytes: int, outputs_bytes: int
 ) -> PageRooms | None:
     """The same, whatever host memory there is.
 
     Args:
-        results_bytes: device memory that is left to results on their way.
+        device_bytes, outputs_bytes: see `_bytes_for_pages`.
 
     Raises:
-        ValueError: the device has no room for what layers need at once, or less than a setting says.
+        ValueError: the device has no room for what layers need at once.
     """
-    trains = torch.is_grad_enabled()
-    shape, needs = state.page_shape(sparse=trains and bool(state.sparse_layers)), state.pass_needs()
-    dtype = compute_dtype(state.base, device)
-    outputs = _bytes_before_pages(state, schedule, dtype)
-    left = _page_bytes(state, schedule, device, shape, needs, trained) - outputs - results_bytes
-    rooms = divide(shape, schedule, dtype, needs, left, with_gradients=trains, outputs_bytes=outputs)
-    if rooms is None:
-        return None
-    if trains and shape.sparse_layers:
+    trains, shape, dtype = torch.is_grad_enabled(), _shape_now(state), compute_dtype(state.base, device)
+    needs = state.pass_needs()
+    rooms = divide(shape, schedule, dtype, needs, device_bytes, with_gradients=trains, outputs_bytes=outputs_bytes)
+    if rooms is not None and trains and shape.sparse_layers:
         living = _living_host_bytes(state, schedule, shape, rooms, dtype)
         rooms = replace(rooms, host_bytes=min(rooms.host_bytes, living))
-    return replace(rooms, results_bytes=results_bytes)
+    return rooms
+
+
+def _shape_now(state: Attachment) -> PageShape:
+    """Of the pages of a step under this grad mode."""
+    return state.page_shape(sparse=torch.is_grad_enabled() and bool(state.sparse_layers))
 
 
 def _has_host_room(state: Attachment, rooms: PageRooms, device: torch.device) -> bool:
@@ -258,34 +255,46 @@ def _layout(state: Attachment, shape: PageShape, dtype: torch.dtype) -> PageLayo
     )
 
 
-def _page_bytes(
-    state: Attachment,
-    schedule: ChunkSchedule,
-    device: torch.device,
-    shape: PageShape,
-    needs: PassNeeds,
-    trained: Sequence[nn.Parameter],
-) -> int:
-    """Device memory that pages and what has its room before them may take.
+def _bytes_for_pages(
+    state: Attachment, schedule: ChunkSchedule, device: torch.device, trained: Sequence[nn.Parameter]
+) -> tuple[int, int]:
+    """Device memory that pages may take, and that of kept outputs which have their room before them. Looking what is
+    free takes the host a millisecond.
 
     Raises:
         ValueError: a setting that is more than what is free.
     """
-    config, dtype = state.config, compute_dtype(state.base, device)
+    dtype = compute_dtype(state.base, device)
+    outputs = _bytes_before_pages(state, schedule, dtype)
+    return _bytes_with_outputs(state, schedule, device, dtype, trained) - outputs, outputs
+
+
+def _bytes_with_outputs(
+    state: Attachment,
+    schedule: ChunkSchedule,
+    device: torch.device,
+    dtype: torch.dtype,
+    trained: Sequence[nn.Parameter],
+) -> int:
+    """Device memory for both together."""
+    config, shape = state.config, _shape_now(state)
     if config.device_pages_gib != "auto":
         asked, free = int(config.device_pages_gib * GIB), free_bytes(device)
         if min(asked, shape.num_bytes(schedule, dtype)) > free:
-            fits = max(0, free - _other_bytes(state, schedule, dtype, trained))
+            fits = free - _other_bytes(state, schedule, dtype, trained)
+            remedy = "Free memory on the device, or set chunk_tokens lower."
+            if fits > 0:  # three digits, and not above it
+                remedy = f"Set device_pages_gib={0.995 * fits / GIB:.3g} or less, or 'auto'."
             raise ValueError(
                 "device_pages_gib is more than the device has free.\n"
                 f"  Got device_pages_gib={config.device_pages_gib:g}; {max(0, free) / GIB:.3g} GiB are free.\n"
-                f"  Set device_pages_gib={fits / GIB:.3g} or less, or 'auto'."
+                f"  {remedy}"
             )
         return asked
     if config.offload is False:
         return sys.maxsize
     if config.offload is True:
-        return working_bytes(shape, schedule, dtype, needs)
+        return working_bytes(shape, schedule, dtype, state.pass_needs())
     return free_bytes(device) - _other_bytes(state, schedule, dtype, trained)
 
 

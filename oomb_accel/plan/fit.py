@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,7 +111,20 @@ def _refusal(job: Job, memory: Memory) -> str:
         least_chunk = remedy.settings.get("chunk_tokens", job.page_tokens)
         enough = least_chunk >= job.page_tokens and fits(replace(job, **remedy.settings))
         remedy = replace(remedy, enough=enough)
+    if not (remedy.enough and remedy.settings):
+        remedy = next((given for given in _given_back(job) if fits(replace(job, **given.settings))), remedy)
     return f"{what}\n{remedy.line()}"
+
+
+def _given_back(job: Job) -> Iterator[Remedy]:
+    """Settings that take memory from what needs it, each left to us."""
+    if job.device_pages_bytes is not None:
+        yield Remedy("device_pages_gib='auto'", {"device_pages_bytes": None})
+    if job.host_memory_bytes is not None:
+        yield Remedy("host_memory_gib='auto'", {"host_memory_bytes": None})
+    for name in ("keep_outputs", "offload"):
+        if getattr(job, name) != "auto":
+            yield Remedy(f"{name}='auto'", {name: "auto"})
 
 
 def _problem(job: Job, memory: Memory) -> tuple[str, Remedy] | None:

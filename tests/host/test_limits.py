@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from oomb_accel.host import HostLimits, MemoryGroup, gib_above, gib_text, host_budget, host_limits
+from oomb_accel.host import HostLimits, MemoryGroup, host_budget, host_limits
+from oomb_accel.plan.sizes import gib_above, gib_text
 from tests.host.machines import GIB, MIB, machine
 
 V1_NONE = "9223372036854771712"

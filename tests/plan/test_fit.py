@@ -129,6 +129,30 @@ def test_limits_that_settings_put(of: Job) -> None:
         assert estimate(_with(of, f"{name}_bytes", int((float(number) + 5) * GIB))).fits
 
 
+GIVEN_BACK: dict[str, Any] = {
+    "device_pages_bytes": None,
+    "host_memory_bytes": None,
+    "keep_outputs": "auto",
+    "offload": "auto",
+}
+KEPT: dict[str, Any] = {"model": "qwen3-8b", "gpu": GPUS["h100"], "tokens": M // 16, "keep_outputs": True}
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        *LIMITED,
+        job(**KEPT, attention="sparse", host_memory_bytes=4 * GIB),  # with which outputs would fit
+        job(**KEPT, device_pages_bytes=30 * GIB),  # of which outputs have what is free
+    ],
+)
+def test_what_only_needs_to_be_given_back_is_named(of: Job) -> None:
+    remedy = estimate(of).refusal.splitlines()[2]
+    changes = ({name: value} for name, value in GIVEN_BACK.items() if getattr(of, name) != value)
+    if any(estimate(replace(of, **change)).fits for change in changes):
+        assert remedy.startswith("  Set "), remedy
+
+
 def _with(of: Job, name: str, num_bytes: int | None) -> Job:
     settings: dict[str, Any] = {name: num_bytes}
     return replace(of, **settings)
