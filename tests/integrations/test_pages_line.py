@@ -79,7 +79,7 @@ def test_once_for_each_place(capsys: pytest.CaptureFixture[str], monkeypatch: py
     oomb_accel.enable(model, loud(span_tokens=8))
     short, long = packed(documents_of(60)).batch, packed(documents_of(200)).batch
     free = [10**9]
-    monkeypatch.setattr("oomb_accel.integrations.step_memory._page_bytes", lambda *rest: free[0])
+    monkeypatch.setattr("oomb_accel.integrations.step_memory._bytes_with_outputs", lambda *rest: free[0])
     for size in (10**9, 60_000, 10**9, 60_000):
         free[0] = size
         model(**(short if size == 10**9 else long))
